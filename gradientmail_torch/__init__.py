@@ -1,0 +1,1 @@
+"""Train one PyTorch model on machines that share nothing but a bucket."""

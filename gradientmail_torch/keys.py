@@ -1,0 +1,168 @@
+"""The names of a run's objects: the only module that puts ``/`` into a key.
+
+Numbers are zero-padded so that listings sort. Names given by a caller are percent-encoded, so that any
+text may be a barrier's or a learner's name and none can leave its place.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+from gradientmail_torch.errors import ConfigError, InvalidName
+
+MAX_NAME_BYTES = 200  # a file name holds 255; room for a nonce beside the name
+_VALID_KEY = re.compile(r"(?!.*//)[A-Za-z0-9._~%-][A-Za-z0-9._~%/-]*(?<!/)")
+
+
+def encode_name(name: str, *, what: str = "name") -> str:
+    """``name`` as one segment of a key. Raises :class:`InvalidName` when empty or too long."""
+    if not isinstance(name, str) or not name:
+        raise InvalidName(f"{what} must be a non-empty string, not {name!r}")
+    encoded = quote(name, safe="")
+    if set(name) == {"."}:  # "." and ".." mean something to a directory
+        encoded = encoded.replace(".", "%2E")
+    if len(encoded) > MAX_NAME_BYTES:
+        raise InvalidName(f"{what} {name[:40]!r}… takes {len(encoded)} bytes in a key, at most {MAX_NAME_BYTES} fit: shorten it")
+    return encoded
+
+
+def decode_name(segment: str) -> str:
+    return unquote(segment)
+
+
+_LEARNER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_learner_id(learner_id: str) -> str:
+    """A learner ID that reads the same in a key, a file name and a table; raises :class:`ConfigError`."""
+    if not isinstance(learner_id, str) or not _LEARNER_ID.fullmatch(learner_id):
+        raise ConfigError(
+            f"learner_id {learner_id!r} cannot be used: 1 to 100 letters, digits, '.', '_' and '-', "
+            "the first a letter or digit (for example 'node-0')"
+        )
+    return learner_id
+
+
+def check_key(key: str) -> str:
+    """``key`` if every store can hold it, a directory included; raises :class:`InvalidName`."""
+    if not _VALID_KEY.fullmatch(key) or any(set(part) == {"."} for part in key.split("/")):
+        raise InvalidName(f"mailbox key {key!r} is not a path of non-empty segments of letters, digits and . _ ~ % -")
+    return key
+
+
+def join(*segments: str) -> str:
+    return "/".join(segments)
+
+
+def number(value: int, width: int = 10) -> str:
+    return f"{value:0{width}d}"
+
+
+def last_segment(key: str) -> str:
+    return key.rsplit("/", 1)[-1]
+
+
+# --- the run -----------------------------------------------------------------------------------------
+
+RUN = "run.json"
+BEATS = "beats/"
+ROUNDS = "rounds/"
+
+
+def initial(nonce: str, fragment: int) -> str:
+    """A founder's initial value of ``fragment``."""
+    return join("init", nonce, number(fragment, 4))
+
+
+def learner(learner_id: str, generation: int) -> str:
+    """Who this life of a learner ID is."""
+    return join("learners", learner_id, number(generation, 6))
+
+
+def learner_lives(learner_id: str) -> str:
+    """Prefix of all lives of a learner ID."""
+    return f"learners/{learner_id}/"
+
+
+def beat(learner_id: str, generation: int) -> str:
+    return join("beats", learner_id, number(generation, 6))
+
+
+class Life(NamedTuple):
+    learner_id: str
+    generation: int
+
+
+def parse_life(key: str) -> Life:
+    """The learner ID and generation of a ``learners/`` or ``beats/`` key."""
+    _, learner_id, generation = key.split("/")
+    return Life(learner_id, int(generation))
+
+
+# --- fragments ---------------------------------------------------------------------------------------
+
+
+def data(fragment: int, version: int, owner: str, nonce: str) -> str:
+    """Tensors, written by one owner only. ``version`` is what retention goes by: the version they lead to."""
+    return join("data", number(fragment, 4), number(version), f"{owner}-{nonce}")
+
+
+def data_prefix(fragment: int) -> str:
+    return f"data/{number(fragment, 4)}/"
+
+
+def contribution(fragment: int, version: int, learner_id: str) -> str:
+    """The record of a learner's contribution to the round that leads to ``version``."""
+    return join("rounds", number(fragment, 4), number(version), learner_id)
+
+
+def round_prefix(fragment: int, version: int | None = None) -> str:
+    prefix = f"rounds/{number(fragment, 4)}/"
+    return prefix if version is None else f"{prefix}{number(version)}/"
+
+
+def claim(fragment: int, version: int, attempt: int) -> str:
+    return join("claims", number(fragment, 4), number(version), number(attempt, 6))
+
+
+def claim_prefix(fragment: int, version: int | None = None) -> str:
+    prefix = f"claims/{number(fragment, 4)}/"
+    return prefix if version is None else f"{prefix}{number(version)}/"
+
+
+def commit(fragment: int, version: int) -> str:
+    return join("commits", number(fragment, 4), number(version))
+
+
+def commit_prefix(fragment: int) -> str:
+    return f"commits/{number(fragment, 4)}/"
+
+
+class RoundKey(NamedTuple):
+    """A parsed key below ``rounds/``, ``claims/``, ``data/`` or ``commits/``."""
+
+    fragment: int
+    version: int
+    last: str
+
+
+def parse_round(key: str) -> RoundKey:
+    """Raises :class:`InvalidName` for a key that is not of the grammar above."""
+    parts = key.split("/")
+    try:
+        return RoundKey(int(parts[1]), int(parts[2]), parts[3] if len(parts) > 3 else "")
+    except (IndexError, ValueError):
+        raise InvalidName(f"{key!r} is not the key of a round") from None
+
+
+# --- patterns ----------------------------------------------------------------------------------------
+
+
+def barrier_prefix(name: str) -> str:
+    return f"barriers/{encode_name(name, what='barrier name')}/"
+
+
+def barrier(name: str, learner_id: str) -> str:
+    return barrier_prefix(name) + encode_name(learner_id, what="learner_id")

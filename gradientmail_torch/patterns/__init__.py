@@ -1,0 +1,1 @@
+"""Coordination over a mailbox alone: no server, no leader, no torch."""

@@ -1,0 +1,96 @@
+"""A point that nobody passes before a number of nodes have reached it (seed document "GradientMail: Barrier")."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from gradientmail_torch import keys
+from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
+from gradientmail_torch.errors import ConfigError, MailboxUnavailable, RunTimeout
+from gradientmail_torch.mailbox import Mailbox, open_mailbox
+from gradientmail_torch.presence import waiting
+
+log = logging.getLogger(__name__)
+
+
+class Barrier:
+    """Holds each learner at a named point until a number of them have reached it.
+
+    An arrival is an object that is created once and never removed, and the listing of the arrivals is the
+    whole state: there is no leader and nothing to recover. So a name serves once per run (a loop names each
+    barrier after its iteration, ``f"epoch-{epoch}"``), a learner that restarts finds its own arrival, and one
+    that comes after the barrier opened passes at once.
+
+    Args:
+        mailbox: the run's mailbox, or its URL.
+        learner_id: who arrives; the same name twice counts once.
+        poll_interval: seconds between two listings.
+        outage_timeout: seconds that the mailbox may be away before :meth:`wait` gives up.
+    """
+
+    REPORT_EVERY_S = 30.0
+
+    def __init__(
+        self,
+        mailbox: Mailbox | str | os.PathLike[str],
+        learner_id: str,
+        *,
+        poll_interval: float = 1.0,
+        outage_timeout: float = 600.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        if poll_interval <= 0:
+            raise ConfigError(f"poll_interval must be above 0 seconds, not {poll_interval}")
+        self._learner_id = keys.check_learner_id(learner_id)
+        self._mailbox = open_mailbox(mailbox, clock=clock)
+        self._poll_interval = poll_interval
+        self._outage_timeout = outage_timeout
+        self._clock = clock
+
+    def wait(self, name: str, parties: int, timeout: float | None = None) -> list[str]:
+        """Record this learner's arrival at ``name`` and wait until ``parties`` learners have arrived.
+
+        Returns the IDs of all that had arrived when the barrier opened, at least ``parties`` of them, sorted.
+        After ``timeout`` seconds it raises :class:`TimeoutError`; the arrival stays recorded, so that calling
+        ``wait`` again resumes waiting. A learner's session keeps its lease meanwhile and publishes nothing new.
+        """
+        if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
+            raise ConfigError(f"parties must be a whole number of at least 1, not {parties!r}")
+        if timeout is not None and not timeout >= 0:
+            raise ConfigError(f"timeout must be None or at least 0 seconds, not {timeout!r}")
+        keys.encode_name(name, what="barrier name")
+        with waiting(repr(self._mailbox), self._learner_id):
+            return self._wait(name, parties, timeout)
+
+    def _wait(self, name: str, parties: int, timeout: float | None) -> list[str]:
+        began = answered = reported = self._clock.monotonic()
+        recorded = False
+        arrived: list[str] = []
+        while True:
+            try:
+                if not recorded:
+                    self._mailbox.put_if_absent(keys.barrier(name, self._learner_id), b"")
+                    recorded = True
+                arrived = self._arrived(name)
+                answered = self._clock.monotonic()
+            except MailboxUnavailable as error:
+                if self._clock.monotonic() - answered > self._outage_timeout:
+                    raise
+                log.warning("barrier %r: the mailbox does not answer, waiting for it: %s", name, error)
+            if recorded and len(arrived) >= parties:
+                return arrived
+            now = self._clock.monotonic()
+            if timeout is not None and now - began >= timeout:
+                raise RunTimeout(
+                    f"barrier {name!r} of {self._mailbox!r}: {len(arrived)} of {parties} learners arrived within {timeout:g} s "
+                    f"({', '.join(arrived) or 'none'}). Call wait again to go on waiting, or go on without the others"
+                )
+            if now - reported >= self.REPORT_EVERY_S:
+                reported = now
+                log.info("barrier %r: %d of %d arrived after %.0f s: %s", name, len(arrived), parties, now - began, ", ".join(arrived))
+            left = self._poll_interval if timeout is None else min(self._poll_interval, began + timeout - now)
+            self._clock.sleep(left)
+
+    def _arrived(self, name: str) -> list[str]:
+        return [keys.decode_name(keys.last_segment(key)) for key in self._mailbox.list(keys.barrier_prefix(name))]
