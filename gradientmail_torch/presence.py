@@ -25,7 +25,8 @@ def waiting(run: str, learner_id: str) -> Iterator[None]:
     finally:
         with _lock:
             _waiting[run, learner_id] -= 1
-            _waiting += Counter()  # drops what has come to zero
+            if not _waiting[run, learner_id]:
+                del _waiting[run, learner_id]
 
 
 def is_waiting(run: str, learner_id: str) -> bool:
