@@ -7,6 +7,7 @@ text may be a barrier's or a learner's name and none can leave its place.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
@@ -166,3 +167,40 @@ def barrier_prefix(name: str) -> str:
 
 def barrier(name: str, learner_id: str) -> str:
     return barrier_prefix(name) + encode_name(learner_id, what="learner_id")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkKeys:
+    """The keys of leased work (:mod:`gradientmail_torch.patterns.leased_work`) below ``root``, which ends with ``/``."""
+
+    root: str
+
+    def claim(self, item: str, attempt: int) -> str:
+        return self.claims(item) + number(attempt, 6)
+
+    def claims(self, item: str | None = None) -> str:
+        """Prefix of an item's claims, or of all."""
+        return f"{self.root}claims/" if item is None else f"{self.root}claims/{encode_name(item, what='work item')}/"
+
+    def beat(self, owner: str) -> str:
+        return f"{self.root}beats/{encode_name(owner, what='owner')}"
+
+    def outcome(self, item: str) -> str:
+        return self.outcomes() + encode_name(item, what="work item")
+
+    def outcomes(self) -> str:
+        return f"{self.root}outcomes/"
+
+
+class ClaimKey(NamedTuple):
+    item: str
+    attempt: int
+
+
+def parse_claim(key: str) -> ClaimKey:
+    """The item and attempt of a key below ``claims/`` of a :class:`WorkKeys`; raises :class:`InvalidName`."""
+    try:
+        _, item, attempt = key.rsplit("/", 2)
+        return ClaimKey(decode_name(item), int(attempt))
+    except ValueError:
+        raise InvalidName(f"{key!r} is not the key of a claim") from None
