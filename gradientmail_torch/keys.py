@@ -21,7 +21,10 @@ def encode_name(name: str, *, what: str = "name") -> str:
     """``name`` as one segment of a key. Raises :class:`InvalidName` when empty or too long."""
     if not isinstance(name, str) or not name:
         raise InvalidName(f"{what} must be a non-empty string, not {name!r}")
-    encoded = quote(name, safe="")
+    try:
+        encoded = quote(name, safe="")
+    except UnicodeEncodeError:
+        raise InvalidName(f"{what} {name!r} holds half a surrogate pair, which no store can hold") from None
     if set(name) == {"."}:  # "." and ".." mean something to a directory
         encoded = encoded.replace(".", "%2E")
     if len(encoded) > MAX_NAME_BYTES:
@@ -97,9 +100,12 @@ class Life(NamedTuple):
 
 
 def parse_life(key: str) -> Life:
-    """The learner ID and generation of a ``learners/`` or ``beats/`` key."""
-    _, learner_id, generation = key.split("/")
-    return Life(learner_id, int(generation))
+    """The learner ID and generation of a ``learners/`` or ``beats/`` key; raises :class:`InvalidName`."""
+    try:
+        _, learner_id, generation = key.split("/")
+        return Life(learner_id, int(generation))
+    except ValueError:
+        raise InvalidName(f"{key!r} is not the key of a learner's life") from None
 
 
 # --- fragments ---------------------------------------------------------------------------------------
@@ -112,6 +118,11 @@ def data(fragment: int, version: int, owner: str, nonce: str) -> str:
 
 def data_prefix(fragment: int) -> str:
     return f"data/{number(fragment, 4)}/"
+
+
+def data_owner(key: str) -> str:
+    """The learner that wrote a ``data/`` object."""
+    return last_segment(key).removesuffix("-outer").rpartition("-")[0]
 
 
 def contribution(fragment: int, version: int, learner_id: str) -> str:
@@ -198,9 +209,38 @@ class ClaimKey(NamedTuple):
 
 
 def parse_claim(key: str) -> ClaimKey:
-    """The item and attempt of a key below ``claims/`` of a :class:`WorkKeys`; raises :class:`InvalidName`."""
+    """The item and attempt of a key below ``claims/`` (or ``errors/``) of a :class:`WorkKeys`; raises :class:`InvalidName`."""
     try:
         _, item, attempt = key.rsplit("/", 2)
         return ClaimKey(decode_name(item), int(attempt))
     except ValueError:
         raise InvalidName(f"{key!r} is not the key of a claim") from None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueKeys(WorkKeys):
+    """The keys of a Shared Queue. An item is named by its place in the queue."""
+
+    @staticmethod
+    def of(name: str) -> QueueKeys:
+        return QueueKeys(f"queues/{encode_name(name, what='queue name')}/")
+
+    def manifest(self) -> str:
+        return f"{self.root}manifest"
+
+    def items(self, digest: str, block: int) -> str:
+        return f"{self.root}items/{digest}/{number(block)}"
+
+    def item(self, place: int) -> str:
+        return number(place)
+
+    def claims_from(self, place: int) -> str:
+        """What sorts just before the claims of the item at ``place``."""
+        return self.claims() + number(place)
+
+    def error(self, item: str, attempt: int) -> str:
+        """Why an attempt gave the item up."""
+        return self.errors(item) + number(attempt, 6)
+
+    def errors(self, item: str | None = None) -> str:
+        return f"{self.root}errors/" if item is None else f"{self.root}errors/{encode_name(item)}/"

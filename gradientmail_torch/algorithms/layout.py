@@ -1,0 +1,93 @@
+"""Which tensors of a model travel, and in which fragment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gradientmail_torch.errors import ConfigError, RunMismatch
+from gradientmail_torch.messages import TensorSpec
+
+Layout = tuple[tuple[TensorSpec, ...], ...]
+
+AUTO_FRAGMENT_BYTES = 64 << 20
+"""Size in fp32 at which a model is split when the number of fragments is left open."""
+MAX_AUTO_FRAGMENTS = 24
+"""The number of the paper's main configuration (arXiv 2604.21428)."""
+
+
+def travelling(model: nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
+    """The tensors that travel by name: trainable parameters (tied ones once), then persistent buffers.
+
+    Raises :class:`ConfigError` for a model without trainable parameters.
+    """
+    tensors: dict[str, torch.Tensor] = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not tensors:
+        raise ConfigError("the model has no trainable parameters: there is nothing to train together (is everything frozen?)")
+    if buffers:
+        persistent = model.state_dict(keep_vars=True).keys()
+        tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return tensors
+
+
+def describe(model: nn.Module, *, buffers: bool = True) -> list[TensorSpec]:
+    """What :func:`travelling` finds, as all learners agree on it."""
+    tensors = travelling(model, buffers=buffers)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
+    return [
+        TensorSpec(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            kind="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+            embedding=id(tensor) in embeddings,
+        )
+        for name, tensor in tensors.items()
+    ]
+
+
+def split(specs: Sequence[TensorSpec], count: int | None) -> Layout:
+    """Divide tensors among ``count`` fragments of nearly equal size.
+
+    The largest tensor goes first, into the lightest fragment; the heaviest fragment is at most 4/3 of the best
+    possible. Buffers travel with the last fragment. None chooses the number by size.
+    """
+    parameters = [spec for spec in specs if spec.kind == "parameter"]
+    buffers = [spec for spec in specs if spec.kind == "buffer"]
+    if count is None:
+        total_bytes = 4 * sum(spec.numel for spec in parameters)
+        count = min(MAX_AUTO_FRAGMENTS, -(-total_bytes // AUTO_FRAGMENT_BYTES))
+    count = max(1, min(count, len(parameters)))
+    place = {spec.name: position for position, spec in enumerate(specs)}
+    bins: list[list[TensorSpec]] = [[] for _ in range(count)]
+    weights = [0] * count
+    for spec in sorted(parameters, key=lambda spec: (-spec.numel, place[spec.name])):
+        lightest = weights.index(min(weights))
+        bins[lightest].append(spec)
+        weights[lightest] += max(1, spec.numel)
+    bins[-1].extend(buffers)
+    return tuple(tuple(sorted(fragment, key=lambda spec: place[spec.name])) for fragment in bins)
+
+
+def check_same(ours: Layout, theirs: Layout) -> None:
+    """Raises :class:`RunMismatch` naming the first tensor in which two layouts differ. Floating types may."""
+
+    def flat(layout: Layout) -> dict[str, tuple[int, TensorSpec]]:
+        return {spec.name: (fragment, spec) for fragment, specs in enumerate(layout) for spec in specs}
+
+    mine, run = flat(ours), flat(theirs)
+    cure = "start the same model as the run's founder, or use a new mailbox prefix"
+    for name in [*run, *mine]:
+        if name not in mine or name not in run:
+            raise RunMismatch(f"tensor {name!r} is in {'the run' if name in run else 'this model'} only: {cure}")
+        (fragment, spec), (run_fragment, run_spec) = mine[name], run[name]
+        for what, a, b in (
+            ("shape", spec.shape, run_spec.shape),
+            ("kind", spec.kind, run_spec.kind),
+            ("number type", spec.floating, run_spec.floating),
+            ("fragment", fragment, run_fragment),
+        ):
+            if a != b:
+                raise RunMismatch(f"tensor {name!r} has {what} {a} here and {b} in the run: {cure}")

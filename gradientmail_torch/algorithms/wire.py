@@ -1,0 +1,84 @@
+"""Tensors as bytes and back: safetensors in one of several number formats.
+
+Decoding trusts nothing: the header's length, names, types and shapes must be those that the layout gives
+before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from gradientmail_torch.errors import CorruptObject
+from gradientmail_torch.messages import TensorSpec
+
+Wire = Literal["fp32", "bf16"]
+WIRES: tuple[str, ...] = ("fp32", "bf16")
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_SAFETENSORS_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+MAX_HEADER_BYTES = 16 << 20
+
+
+def wire_dtype(spec: TensorSpec, wire: str) -> torch.dtype:
+    """The type in which a tensor travels: parameters in the wire format, float buffers in fp32, others as they are."""
+    if not spec.floating:
+        dtype = getattr(torch, spec.dtype, None)
+        if not isinstance(dtype, torch.dtype) or dtype not in _SAFETENSORS_NAMES:
+            raise CorruptObject(f"tensor {spec.name!r} has type {spec.dtype!r}, which cannot travel")
+        return dtype
+    return _DTYPES[wire] if spec.kind == "parameter" else torch.float32
+
+
+def encode(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], wire: str) -> bytes:
+    return save({spec.name: t.to(wire_dtype(spec, wire)).contiguous() for t, spec in zip(tensors, specs, strict=True)})
+
+
+def decode(data: bytes, specs: Sequence[TensorSpec], wire: str, *, key: str) -> list[Tensor]:
+    """The tensors in layout order, floating ones as fp32. Raises :class:`CorruptObject` naming ``key``."""
+    if wire not in WIRES:
+        raise CorruptObject(f"{key!r} is in the unknown wire format {wire!r}")
+    _check_header(data, {spec.name: (wire_dtype(spec, wire), spec.shape) for spec in specs}, key)
+    tensors = load(data)
+    return [tensors[spec.name].to(torch.float32) if spec.floating else tensors[spec.name] for spec in specs]
+
+
+def limit_bytes(specs: Sequence[TensorSpec]) -> int:
+    """The length that no object of these tensors exceeds in any wire format."""
+    return sum(8 * spec.numel + 4 * len(spec.name.encode()) + 256 for spec in specs) + 4096
+
+
+def _check_header(data: bytes, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], key: str) -> None:
+    """Raises unless the header lists exactly the expected tensors, one behind the other, to the last byte."""
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        if length > min(MAX_HEADER_BYTES, len(data) - 8):
+            raise ValueError("the header is longer than the object")
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        if header.keys() != expected.keys():
+            raise ValueError(f"it holds other tensors: {sorted(header.keys() ^ expected.keys())[0]!r}")
+        spans = []
+        for name, (dtype, shape) in expected.items():
+            entry = header[name]
+            if entry["dtype"] != _SAFETENSORS_NAMES[dtype] or tuple(entry["shape"]) != shape:
+                raise ValueError(f"tensor {name!r} is {entry['dtype']} {entry['shape']}, not {dtype} {list(shape)}")
+            spans.append(tuple(entry["data_offsets"]))
+        position = 0
+        for begin, end in sorted(spans):
+            if begin != position or end < begin:
+                raise ValueError("its tensors overlap or leave gaps")
+            position = end
+        if position != len(data) - 8 - length:
+            raise ValueError("it is truncated or has a tail")
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+        raise CorruptObject(f"{key!r} does not hold the tensors of its fragment: {error}") from error

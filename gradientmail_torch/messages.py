@@ -1,0 +1,237 @@
+"""The records of a run: small, immutable, JSON, decoded strictly.
+
+What comes from a mailbox is untrusted. A record is read with a bound on its length, must be of exactly the
+form below, and is never unpickled or evaluated. Tensors are objects of their own (safetensors) that a record
+names by key, length and digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal, Protocol, TypeVar
+
+import msgspec
+
+from gradientmail_torch.errors import CorruptObject, RunMismatch
+
+PROTOCOL = 1
+MAX_RECORD_BYTES = 16 << 20
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Nonce = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8,64}$")]
+Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Base of all records. Unknown fields are ignored, so that a later minor version can add some."""
+
+
+class TensorSpec(Record, frozen=True, kw_only=True):
+    """One tensor of the model, as all learners agree on it."""
+
+    name: Name
+    shape: tuple[Count, ...]
+    dtype: str
+    """As the founder held it, e.g. ``float32``. Learners may hold other floating-point types."""
+    kind: Literal["parameter", "buffer"] = "parameter"
+    embedding: bool = False
+    """Merged by the plain weighted mean: deltas of embedding tables are not near-orthogonal (arXiv 2604.21428)."""
+
+    @property
+    def numel(self) -> int:
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    @property
+    def floating(self) -> bool:
+        return "float" in self.dtype
+
+
+class DataRef(Record, frozen=True, kw_only=True):
+    """An object that holds tensors."""
+
+    key: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    size: Count
+    """Bytes."""
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    wire: str = "fp32"
+    """The wire format; see :mod:`gradientmail_torch.algorithms.wire`."""
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """``run.json``: what every learner of a run must agree on. Created once, by the founder."""
+
+    protocol: int
+    nonce: Nonce
+    """Names the founder's initial parameters."""
+    founder: Name
+    founded_at: float
+    """Seconds since 1970 by the founder's clock; for people."""
+    layout: tuple[tuple[TensorSpec, ...], ...]
+    """The tensors of each fragment."""
+    initial: tuple[DataRef, ...]
+    """The initial value of each fragment."""
+    algorithm: dict[str, str | int | float | bool | None]
+    """The settings that all learners must share."""
+
+
+class LifeRecord(Record, frozen=True, kw_only=True):
+    """Who one life of a learner ID is."""
+
+    nonce: Nonce
+    host: str
+    machine: str = ""
+    """Names the machine and its process table, so that a restart on it need not wait for the old lease."""
+    pid: Count
+    started_at: float
+
+
+LearnerState = Literal["joining", "training", "waiting", "leaving", "ended"]
+
+
+class Beat(Record, frozen=True, kw_only=True):
+    """A heartbeat, overwritten by its owner alone."""
+
+    count: Count
+    """Grows with every beat: a beat is new when this has changed."""
+    state: LearnerState
+    steps: Count = 0
+    samples: Count = 0
+    seconds_per_step: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    uplink: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Measured upload rate in bytes per second; 0 when not known yet."""
+    versions: tuple[Count, ...] = ()
+    """The newest version of each fragment that this learner knows."""
+    at: float = 0.0
+    """Seconds since 1970 by this learner's clock; for people, never compared."""
+
+
+class Contribution(Record, frozen=True, kw_only=True):
+    """A learner's progress on one fragment since its anchor."""
+
+    nonce: Nonce
+    learner_id: Name
+    generation: Count
+    steps: Annotated[int, msgspec.Meta(ge=1)]
+    samples: Annotated[int, msgspec.Meta(ge=1)]
+    norms: tuple[Annotated[float, msgspec.Meta(ge=0)], ...]
+    """L2 norm of each tensor's delta, in layout order; 0 for buffers."""
+    anchor: str
+    """Nonce of the commit that the progress is counted from (``init`` before the first)."""
+    data: DataRef
+
+    @property
+    def weight(self) -> float:
+        """samples × (samples / steps): quantity × batch size (arXiv 2604.21428)."""
+        return self.samples * (self.samples / self.steps)
+
+
+class Claim(Record, frozen=True, kw_only=True):
+    nonce: Nonce
+    learner_id: Name
+    generation: Count
+
+
+class Merged(Record, frozen=True, kw_only=True):
+    """A contribution that a commit holds."""
+
+    nonce: Nonce
+    learner_id: Name
+    generation: Count
+    steps: Count
+    samples: Count
+    weight: Finite
+    data: DataRef
+    clips: dict[str, Finite] = {}
+    """Factor by which a tensor's delta was shortened, by the tensor's place in the layout."""
+
+
+class LeftOut(Record, frozen=True, kw_only=True):
+    """A contribution that was seen and not merged."""
+
+    nonce: str
+    learner_id: Name
+    reason: str
+    """``missing`` when its data object was gone; otherwise what was wrong with it."""
+
+    @property
+    def retry(self) -> bool:
+        """Whether the learner still holds sound progress that it may offer again."""
+        return self.reason == "missing"
+
+
+class Commit(Record, frozen=True, kw_only=True):
+    """THE value of a fragment at a version. Created once and never deleted."""
+
+    nonce: Nonce
+    fragment: Count
+    version: Annotated[int, msgspec.Meta(ge=1)]
+    by: Name
+    generation: Count
+    parameters: DataRef
+    outer: DataRef | None = None
+    """State of the outer optimizer after this commit; none where it has none."""
+    method: str = "mean"
+    """How the contributions were merged: ``mean`` or ``rda``."""
+    merged: tuple[Merged, ...] = ()
+    """In the order in which they were summed."""
+    left_out: tuple[LeftOut, ...] = ()
+    at: float = 0.0
+    """Seconds since 1970 by the syncer's clock; for people."""
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Readable(Protocol):
+    """The part of a mailbox that reading a record takes."""
+
+    def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes | None: ...
+
+
+def encode(record: Record) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def decode(kind: type[R], data: bytes, *, key: str) -> R:
+    """The record in ``data``; raises :class:`CorruptObject` naming ``key`` when it is not a ``kind``."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptObject(f"{key!r} is not a {kind.__name__}: {error}") from error
+
+
+def read(mailbox: Readable, kind: type[R], key: str) -> R | None:
+    """The record at ``key``, None when there is none. Raises :class:`CorruptObject`."""
+    data = mailbox.get(key, length=MAX_RECORD_BYTES + 1)
+    if data is None:
+        return None
+    if len(data) > MAX_RECORD_BYTES:
+        raise CorruptObject(f"{key!r} is longer than the {MAX_RECORD_BYTES} bytes that a record may have")
+    return decode(kind, data, key=key)
+
+
+def reference(key: str, data: bytes, *, wire: str) -> DataRef:
+    return DataRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest(), wire=wire)
+
+
+def read_data(mailbox: Readable, ref: DataRef, *, limit_bytes: int) -> bytes | None:
+    """The bytes that ``ref`` names, None when gone. Refuses what is too large before reading it."""
+    if ref.size > limit_bytes:
+        raise CorruptObject(f"{ref.key!r} claims {ref.size} bytes, more than the {limit_bytes} that its layout allows")
+    data = mailbox.get(ref.key, length=ref.size + 1)
+    if data is None:
+        return None
+    if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
+        raise CorruptObject(f"{ref.key!r} is not the object that was recorded: its length or digest differs")
+    return data
+
+
+def check_manifest(manifest: Manifest) -> None:
+    if manifest.protocol != PROTOCOL:
+        raise RunMismatch(
+            f"the run was founded with protocol {manifest.protocol}, this package speaks {PROTOCOL}: install the version that founded it"
+        )

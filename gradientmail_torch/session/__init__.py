@@ -1,0 +1,7 @@
+"""A learner's part in a run: joining, publishing, aligning, merging, leaving."""
+
+from gradientmail_torch.session.align import align
+from gradientmail_torch.session.session import Session, Stats
+from gradientmail_torch.session.settings import Settings
+
+__all__ = ["Session", "Settings", "Stats", "align"]

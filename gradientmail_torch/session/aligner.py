@@ -1,0 +1,73 @@
+"""Brings new commits from the mailbox into memory, ready to be adopted at a step boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gradientmail_torch.algorithms.adoption import Outcome
+from gradientmail_torch.messages import Commit
+from gradientmail_torch.session.replica import Fragment, Replica
+from gradientmail_torch.session.run import Run
+
+
+class Aligner:
+    """Reading a commit that is known to come costs a twelfth of a listing, so the next version of a fragment
+    with a contribution on its way is asked for by its key; otherwise hints from rounds and heartbeats decide.
+    """
+
+    def __init__(
+        self, run: Run, replica: Replica, *, poll_interval: float, prepared: Callable[[], None], advanced: Callable[[Fragment], None]
+    ) -> None:
+        self._run = run
+        self._replica = replica
+        self._poll_interval = poll_interval
+        self._prepared = prepared
+        self._advanced = advanced
+
+    def tick(self) -> float:
+        for fragment in self._replica.fragments:
+            pending = fragment.pending
+            recorded = pending is not None and pending.outcome is Outcome.OPEN and pending.version > 0
+            if recorded or fragment.hint > fragment.known:
+                self._look(fragment)
+            if self._replica.prepare(fragment):
+                self._prepared()
+        return self._poll_interval
+
+    def accept(self, fragment: Fragment, commit: Commit, values: list[Tensor]) -> None:
+        """Take a commit whose values are in memory already: one that this learner has made."""
+        self._stage(fragment, commit, values)
+        if self._replica.prepare(fragment):
+            self._prepared()
+
+    def _look(self, fragment: Fragment) -> None:
+        known = fragment.known
+        commit = self._run.commit(fragment.index, known + 1)
+        if commit is None:
+            return
+        values: list[Tensor] | None = None
+        while values is None:
+            newest = (
+                self._run.newest_version(fragment.index, from_version=commit.version) if fragment.hint > commit.version else commit.version
+            )
+            if newest > commit.version:
+                commit = self._run.commit(fragment.index, newest) or commit
+            values = self._run.values(commit)
+            if values is None:  # retention: a newer commit exists
+                with self._replica.lock:
+                    fragment.hint = max(fragment.hint, commit.version + 1)
+                if newest == self._run.newest_version(fragment.index, from_version=commit.version):
+                    return
+        self._stage(fragment, commit, values)
+
+    def _stage(self, fragment: Fragment, commit: Commit, values: list[Tensor]) -> None:
+        also: list[Commit] = []
+        while not self._replica.stage(fragment, commit, values, also):
+            # A version is being skipped whose round may hold our contribution: its commit decides what we keep.
+            pending = fragment.pending
+            skipped = self._run.commit(fragment.index, pending.version) if pending is not None else None
+            if skipped is not None:
+                also.append(skipped)
+        self._advanced(fragment)

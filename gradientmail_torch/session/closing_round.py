@@ -1,0 +1,118 @@
+"""The contributions of a round that is being merged: read, checked, and streamed one at a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from gradientmail_torch import keys
+from gradientmail_torch.algorithms.merge import Weighted, clip_factors, norms, vector_norm
+from gradientmail_torch.errors import CorruptObject
+from gradientmail_torch.messages import Contribution, LeftOut, Merged, TensorSpec, read
+from gradientmail_torch.session.run import Run
+
+log = logging.getLogger(__name__)
+
+NORM_TOLERANCE = 0.01
+"""How far a stated norm may be from the real one, relatively; clipping goes by the stated ones."""
+
+
+class ClosingRound:
+    """Everything here is untrusted: what does not hold is left out with its reason, and merging goes on."""
+
+    def __init__(self, run: Run, fragment: int, version: int) -> None:
+        self._run = run
+        self._fragment = fragment
+        self._version = version
+        self._specs: Sequence[TensorSpec] = run.layout[fragment]
+        self.left_out: dict[str, LeftOut] = {}
+        """By the key of the record."""
+        self.merged: dict[str, Merged] = {}
+        """By nonce, in the order of summation."""
+        self.records = self._read_records()
+        """Admissible so far, by key, in the order of their nonces, so that a merge can be replayed."""
+
+    def _read_records(self) -> dict[str, Contribution]:
+        found: dict[str, Contribution] = {}
+        for key in self._run.mailbox.list(keys.round_prefix(self._fragment, self._version)):
+            learner_id = keys.last_segment(key)
+            try:
+                record = read(self._run.mailbox, Contribution, key)
+            except CorruptObject as error:
+                self._leave_out(key, "", learner_id, str(error))
+                continue
+            if record is None:
+                continue
+            problem = self._problem(record, learner_id, found)
+            if problem:
+                self._leave_out(key, record.nonce, learner_id, problem)
+            else:
+                found[key] = record
+        return dict(sorted(found.items(), key=lambda item: item[1].nonce))
+
+    def _problem(self, record: Contribution, learner_id: str, found: dict[str, Contribution]) -> str:
+        if record.learner_id != learner_id:
+            return f"its record is that of {record.learner_id!r}"
+        if any(other.nonce == record.nonce for other in found.values()):
+            return "its nonce is that of another contribution"
+        if len(record.norms) != len(self._specs):
+            return f"it states {len(record.norms)} norms for {len(self._specs)} tensors"
+        if not record.data.key.startswith(keys.data_prefix(self._fragment)):
+            return f"its data {record.data.key!r} is not in its place"
+        return ""
+
+    def contributions(self) -> Iterator[Weighted]:
+        """Load one after the other. A second pass gives those that the first one accepted."""
+        records = {key: record for key, record in self.records.items() if key not in self.left_out}
+        clips = clip_factors([record.norms for record in records.values()], [record.steps for record in records.values()])
+        for (key, record), clip in zip(records.items(), clips, strict=True):
+            if self.merged and record.nonce in self.merged:
+                clip = {int(place): factor for place, factor in self.merged[record.nonce].clips.items()}
+            tensors = self._load(key, record)
+            if tensors is None:
+                continue
+            self.merged.setdefault(
+                record.nonce,
+                Merged(
+                    nonce=record.nonce,
+                    learner_id=record.learner_id,
+                    generation=record.generation,
+                    steps=record.steps,
+                    samples=record.samples,
+                    weight=record.weight,
+                    data=record.data,
+                    clips={str(place): factor for place, factor in clip.items()},
+                ),
+            )
+            yield Weighted(weight=record.weight, tensors=tensors, norms=record.norms, clips=clip)
+
+    def _load(self, key: str, record: Contribution) -> list[Tensor] | None:
+        try:
+            tensors = self._run.tensors(record.data, self._specs)
+        except CorruptObject as error:
+            self._leave_out(key, record.nonce, record.learner_id, str(error))
+            return None
+        if tensors is None:
+            self._leave_out(key, record.nonce, record.learner_id, "missing")
+            return None
+        problem = self._unsound(tensors, record)
+        if problem:
+            self._leave_out(key, record.nonce, record.learner_id, problem)
+            return None
+        return tensors
+
+    def _unsound(self, tensors: Sequence[Tensor], record: Contribution) -> str:
+        actual = norms(tensors, self._specs)
+        for tensor, norm, stated, spec in zip(tensors, actual, record.norms, self._specs, strict=True):
+            if not math.isfinite(norm) or (spec.kind == "buffer" and spec.floating and not math.isfinite(vector_norm(tensor))):
+                return f"tensor {spec.name!r} is not finite"
+            if abs(norm - stated) > NORM_TOLERANCE * max(norm, stated) + 1e-30:
+                return f"tensor {spec.name!r} has norm {norm:.4g}, its record says {stated:.4g}"
+        return ""
+
+    def _leave_out(self, key: str, nonce: str, learner_id: str, reason: str) -> None:
+        self.left_out[key] = LeftOut(nonce=nonce, learner_id=learner_id, reason=reason)
+        log.warning("fragment %d, version %d: the contribution of %s is left out: %s", self._fragment, self._version, learner_id, reason)

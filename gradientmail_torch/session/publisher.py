@@ -1,0 +1,115 @@
+"""Gets contributions into the mailbox: data first, then a record in the round that is open.
+
+The record, not the upload, chooses the round: when a round commits without it, the same data is recorded in the
+next one, until a commit names it. Otherwise a node whose upload takes longer than a round would never contribute.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from gradientmail_torch import keys
+from gradientmail_torch.algorithms import wire
+from gradientmail_torch.algorithms.adoption import Outcome
+from gradientmail_torch.algorithms.merge import norms, vector_norm
+from gradientmail_torch.clock import Clock
+from gradientmail_torch.messages import Contribution, encode, reference
+from gradientmail_torch.session.parameters import difference
+from gradientmail_torch.session.replica import Fragment, Pending, Replica
+from gradientmail_torch.session.run import Run
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    def __init__(
+        self,
+        run: Run,
+        replica: Replica,
+        life: keys.Life,
+        *,
+        wire_format: str,
+        poll_interval: float,
+        clock: Clock,
+        encoded: Callable[[], None],
+    ) -> None:
+        """``encoded`` is called when a contribution's delta has become known, so that commits can be prepared."""
+        self._run = run
+        self._replica = replica
+        self._life = life
+        self._wire = wire_format
+        self._poll_interval = poll_interval
+        self._clock = clock
+        self._encoded = encoded
+        self.uplink = 0.0
+        """Bytes per second of the uploads so far, a moving average."""
+
+    def tick(self) -> float:
+        for fragment in self._replica.fragments:
+            pending = fragment.pending
+            if pending is not None and pending.outcome is Outcome.OPEN:
+                self._advance(fragment, pending)
+        return self._poll_interval
+
+    def _advance(self, fragment: Fragment, pending: Pending) -> None:
+        if pending.record is None and not self._upload(fragment, pending):
+            return
+        with self._replica.lock:
+            if pending.outcome is not Outcome.OPEN or fragment.known < pending.version:
+                return  # settled, or in a round that is still open
+            # Set before the record is created, so that whoever reads that round's commit looks for it there.
+            version = pending.version = fragment.known + 1
+        assert pending.record is not None
+        # False when an earlier life of this ID is in that round: then this one goes into the next.
+        self._run.mailbox.put_if_absent(keys.contribution(fragment.index, version, self._life.learner_id), encode(pending.record))
+
+    def _upload(self, fragment: Fragment, pending: Pending) -> bool:
+        """Encode and upload a contribution. False when it is not fit to be sent."""
+        if pending.delta is None or pending.snapshot is not None:
+            assert pending.snapshot is not None
+            with self._replica.lock:
+                base = fragment.base  # stays until the delta is known: adoption waits for it
+            delta = difference(pending.snapshot(), base, fragment.specs)
+            if not _finite(delta, fragment):
+                with self._replica.lock:
+                    fragment.reset = True
+                log.warning(
+                    "fragment %d: %d steps of this learner are not finite and are discarded; its parameters are set back to version %d",
+                    fragment.index, pending.work.steps, fragment.version,
+                )  # fmt: skip
+                return False
+            data = wire.encode(delta, fragment.specs, self._wire)
+            sent = wire.decode(data, fragment.specs, self._wire, key="a contribution of our own")
+            with self._replica.lock:
+                pending.delta, pending.snapshot = sent, None
+            self._encoded()
+        else:
+            data = wire.encode(pending.delta, fragment.specs, self._wire)
+        key = keys.data(fragment.index, fragment.known + 1, self._life.learner_id, pending.nonce)
+        began = self._clock.monotonic()
+        self._run.mailbox.put(key, data)
+        self._measure(len(data), self._clock.monotonic() - began)
+        pending.record = Contribution(
+            nonce=pending.nonce,
+            learner_id=self._life.learner_id,
+            generation=self._life.generation,
+            steps=pending.work.steps,
+            samples=pending.work.samples,
+            norms=tuple(norms(pending.delta, fragment.specs)),
+            anchor=pending.anchor,
+            data=reference(key, data, wire=self._wire),
+        )
+        return True
+
+    def _measure(self, size_bytes: int, seconds: float) -> None:
+        if seconds > 0:
+            rate = size_bytes / seconds
+            self.uplink = rate if self.uplink == 0 else 0.8 * self.uplink + 0.2 * rate
+
+
+def _finite(delta: Sequence[Tensor], fragment: Fragment) -> bool:
+    return all(math.isfinite(vector_norm(tensor)) for tensor, spec in zip(delta, fragment.specs, strict=True) if spec.floating)

@@ -1,0 +1,176 @@
+"""A run as its mailbox holds it: the manifest, the commits and the tensors they name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from uuid import uuid4
+
+from torch import Tensor
+
+from gradientmail_torch import keys
+from gradientmail_torch.algorithms import wire
+from gradientmail_torch.algorithms.algorithm import Algorithm
+from gradientmail_torch.algorithms.layout import Layout, check_same
+from gradientmail_torch.errors import CorruptObject, RunMismatch
+from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.messages import (
+    PROTOCOL,
+    Commit,
+    DataRef,
+    Manifest,
+    TensorSpec,
+    check_manifest,
+    encode,
+    read,
+    read_data,
+    reference,
+)
+
+log = logging.getLogger(__name__)
+
+INITIAL_NONCE = "init"
+"""Stands for the nonce of version 0, which has no commit."""
+
+
+class Run:
+    """Reads and writes what a run consists of. Holds no state but the manifest."""
+
+    def __init__(self, mailbox: Mailbox, manifest: Manifest) -> None:
+        self.mailbox = mailbox
+        self.manifest = manifest
+
+    @property
+    def layout(self) -> Layout:
+        return self.manifest.layout
+
+    @classmethod
+    def open(cls, mailbox: Mailbox) -> Run | None:
+        """The run in ``mailbox``; None when none has been founded."""
+        manifest = read(mailbox, Manifest, keys.RUN)
+        if manifest is None:
+            return None
+        check_manifest(manifest)
+        return cls(mailbox, manifest)
+
+    @classmethod
+    def join(
+        cls,
+        mailbox: Mailbox,
+        layout: Layout,
+        algorithm: Algorithm,
+        *,
+        learner_id: str,
+        now: float,
+        values: Callable[[int], Sequence[Tensor]],
+    ) -> Run:
+        """The run in ``mailbox``, founded with ``values`` when there is none yet.
+
+        Several may found it at the same moment: all write their initial fragments first, one creates the
+        manifest, and the others delete theirs. Raises :class:`RunMismatch` for another layout or algorithm.
+        """
+        run = cls.open(mailbox) or cls._found(mailbox, layout, algorithm, learner_id, now, values)
+        check_same(layout, run.layout)
+        theirs = run.manifest.algorithm
+        for name, value in algorithm.shared().items():
+            if theirs.get(name) != value:
+                raise RunMismatch(
+                    f"algorithm setting {name!r} is {value!r} here and {theirs.get(name)!r} in the run: all learners must share it"
+                )
+        return run
+
+    @classmethod
+    def _found(
+        cls, mailbox: Mailbox, layout: Layout, algorithm: Algorithm, learner_id: str, now: float, values: Callable[[int], Sequence[Tensor]]
+    ) -> Run:
+        nonce = uuid4().hex
+        initial = []
+        for fragment, specs in enumerate(layout):
+            data = wire.encode(values(fragment), specs, "fp32")
+            initial.append(reference(keys.initial(nonce, fragment), data, wire="fp32"))
+            mailbox.put(initial[-1].key, data)
+        manifest = Manifest(
+            protocol=PROTOCOL,
+            nonce=nonce,
+            founder=learner_id,
+            founded_at=now,
+            layout=layout,
+            initial=tuple(initial),
+            algorithm=algorithm.shared(),
+        )
+        created = mailbox.put_if_absent(keys.RUN, encode(manifest))
+        winner = cls.open(mailbox)
+        if winner is None:
+            raise CorruptObject(f"{keys.RUN!r} in {mailbox!r} vanished while the run was being founded: who deletes objects there?")
+        if winner.manifest.nonce != nonce:
+            for ref in initial:
+                mailbox.delete(ref.key)
+        elif created:
+            log.info("founded the run in %r: %d fragments", mailbox, len(layout))
+        return winner
+
+    def commit(self, fragment: int, version: int) -> Commit | None:
+        key = keys.commit(fragment, version)
+        commit = read(self.mailbox, Commit, key)
+        if commit is not None and (commit.fragment, commit.version) != (fragment, version):
+            raise CorruptObject(f"{key!r} says that it is fragment {commit.fragment}, version {commit.version}: it was copied there")
+        return commit
+
+    def newest_version(self, fragment: int, *, from_version: int = 0) -> int:
+        """The newest committed version of a fragment, looked for behind ``from_version``; 0 when there is none."""
+        newest = from_version
+        after = keys.commit(fragment, from_version) if from_version else ""
+        for key in self.mailbox.list(keys.commit_prefix(fragment), after=after):
+            newest = keys.parse_round(key).version
+        return newest
+
+    def newest(self, fragment: int, *, from_version: int = 0) -> tuple[int, str, list[Tensor]]:
+        """Version, nonce and fp32 values of a fragment's newest commit."""
+        while True:
+            version = self.newest_version(fragment, from_version=from_version)
+            if version == 0:
+                return 0, INITIAL_NONCE, self.initial(fragment)
+            commit = self.commit(fragment, version)
+            if commit is None:
+                raise CorruptObject(f"{keys.commit(fragment, version)!r} was listed and is gone: commits must never be deleted")
+            values = self.values(commit)
+            if values is not None:
+                return version, commit.nonce, values
+            # Retention removed it, so a newer one exists; the listing shows it.
+            if self.newest_version(fragment, from_version=version) == version:
+                raise CorruptObject(f"{commit.parameters.key!r}, which the newest commit of fragment {fragment} names, is gone: restore it")
+
+    def initial(self, fragment: int) -> list[Tensor]:
+        ref = self.manifest.initial[fragment]
+        values = self.tensors(ref, self.layout[fragment])
+        if values is None:
+            raise CorruptObject(f"{ref.key!r}, the initial value of fragment {fragment}, is gone: restore it or start a new run")
+        return values
+
+    def values(self, commit: Commit) -> list[Tensor] | None:
+        """The committed fp32 values in layout order, None when retention has removed them."""
+        return self.tensors(commit.parameters, self.layout[commit.fragment])
+
+    def outer_state(self, commit: Commit) -> list[Tensor] | None:
+        """State of the outer optimizer, by parameter; None where the commit has none."""
+        if commit.outer is None:
+            return None
+        state = self.tensors(commit.outer, outer_specs(self.layout[commit.fragment]))
+        if state is None:
+            raise CorruptObject(f"{commit.outer.key!r}, outer state of fragment {commit.fragment} at version {commit.version}, is gone")
+        return state
+
+    def tensors(self, ref: DataRef, specs: Sequence[TensorSpec]) -> list[Tensor] | None:
+        data = read_data(self.mailbox, ref, limit_bytes=wire.limit_bytes(specs))
+        return None if data is None else wire.decode(data, specs, ref.wire, key=ref.key)
+
+    def publish(self, key: str, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], wire_format: str) -> DataRef:
+        """Write tensors under a key that nobody else writes."""
+        data = wire.encode(tensors, specs, wire_format)
+        self.mailbox.put(key, data)
+        return reference(key, data, wire=wire_format)
+
+
+def outer_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """The tensors of the outer optimizer's state: one for each parameter."""
+    return [spec for spec in specs if spec.kind == "parameter"]

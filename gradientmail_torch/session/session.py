@@ -1,0 +1,352 @@
+"""What a training loop holds: one learner's part in a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+from torch import nn
+
+from gradientmail_torch import keys
+from gradientmail_torch.algorithms.algorithm import Algorithm, DecoupledDiLoCo
+from gradientmail_torch.algorithms.layout import describe, split
+from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
+from gradientmail_torch.errors import BackgroundFailure, ConfigError, GradientMailError, LearnerFenced, RunTimeout
+from gradientmail_torch.mailbox import CountingMailbox, Mailbox, Usage, open_mailbox
+from gradientmail_torch.session.engine import Engine
+from gradientmail_torch.session.membership import Membership, Progress
+from gradientmail_torch.session.parameters import LocalParameters, ParameterAccess, initial_values
+from gradientmail_torch.session.replica import Replica, Tally, joined
+from gradientmail_torch.session.run import Run
+from gradientmail_torch.session.settings import Settings
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """A session's figures so far."""
+
+    learner_id: str
+    steps: int
+    samples: int
+    versions: tuple[int, ...]
+    """Adopted version of each fragment."""
+    learners: int
+    """Live learners in training, this one included."""
+    tally: Tally
+    staleness_steps: int
+    """Own steps on the oldest base that has something newer on its way."""
+    stall_seconds: float
+    """Time that the training thread has lost to the session."""
+    seconds_per_step: float
+    usage: Usage
+
+
+class Session:
+    """Joins the run in ``mailbox``, founding it when there is none, and trains ``model`` with all who are in it.
+
+    Constructing a session takes the learner ID, loads the newest committed parameters into ``model`` and starts
+    the background threads. :meth:`step` is called after each optimizer step, always on the same thread, and
+    never waits for the network (but for the synchronous algorithms, whose point it is to wait). Leaving the
+    ``with`` block, or :meth:`close`, waits until everything this learner has done is in a commit.
+
+    Args:
+        model: any module with trainable parameters. Which tensors travel is settled here.
+        mailbox: a :class:`~gradientmail_torch.mailbox.Mailbox` or a URL.
+        learner_id: this node's name in the run, one process each.
+        algorithm: :class:`DecoupledDiLoCo` unless given.
+        lease, poll_interval, outage_timeout, step_timeout, keep, keep_seconds: see :class:`Settings`.
+        access: how the model's tensors are reached, where they are not all in this process.
+
+    Raises:
+        LearnerIdInUse: another process that is alive has this ID.
+        RunMismatch: the run has another model or algorithm.
+        MailboxError: the mailbox cannot be used; the text says why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mailbox: Mailbox | str | os.PathLike[str],
+        learner_id: str,
+        algorithm: Algorithm | None = None,
+        lease: float = 30.0,
+        poll_interval: float = 1.0,
+        outage_timeout: float = 600.0,
+        step_timeout: float = 600.0,
+        keep: int | None = 4,
+        keep_seconds: float = 60.0,
+        access: ParameterAccess | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.algorithm = algorithm or DecoupledDiLoCo()
+        self.learner_id = keys.check_learner_id(learner_id)
+        self._settings = Settings(
+            lease=lease,
+            poll_interval=poll_interval,
+            outage_timeout=outage_timeout,
+            step_timeout=step_timeout,
+            keep=keep,
+            keep_seconds=keep_seconds,
+        )
+        layout = split(describe(model, buffers=self.algorithm.buffers), self.algorithm.fragments)
+        access = access or LocalParameters(model, layout, buffers=self.algorithm.buffers)
+        self._clock = clock
+        self._mailbox = CountingMailbox(open_mailbox(mailbox, clock=clock))
+        self._attention = False
+        self._changed = threading.Event()
+        self._stall_seconds = 0.0
+        self._seconds_per_step = 0.0
+        self._boundary_at, self._boundary_step = clock.monotonic(), 0
+        self._closed = False
+        self._replica: Replica | None = None
+
+        self._membership = Membership(self._mailbox, self.learner_id, settings=self._settings, clock=clock, progress=self._progress)
+        self._engine = Engine(self._membership, settings=self._settings, clock=clock, attend=self._attend)
+        try:
+            self.run = Run.join(
+                self._mailbox,
+                layout,
+                self.algorithm,
+                learner_id=self.learner_id,
+                now=clock.wall(),
+                values=lambda fragment: initial_values(access, fragment),
+            )
+            self._replica = self._load(access)
+            self._engine.start(self.run, self._replica, self.algorithm, seconds_per_step=lambda: self._seconds_per_step)
+        except BaseException:
+            self._membership.state = "ended"
+            self._engine.stop(STOP_SECONDS)
+            raise
+        self._next_due = self._replica.next_step_due()
+        log.info("%s joined %r at versions %s", self.learner_id, self._mailbox, self.versions)
+
+    def _load(self, access: ParameterAccess) -> Replica:
+        """Load the newest committed value of every fragment into the model."""
+        self._membership.observe()
+        fragments = []
+        for index, specs in enumerate(self.run.layout):
+            version, nonce, values = self.run.newest(index, from_version=self._membership.version_hint(index))
+            due = self.algorithm.first_step_due(index, len(self.run.layout))
+            fragments.append(joined(index, specs, version, nonce, values, due))
+        replica = Replica(access, self.algorithm, fragments)
+        replica.load()
+        return replica
+
+    # --- training --------------------------------------------------------------------------------------
+
+    def step(self, samples: int) -> None:
+        """Say that one optimizer step on ``samples`` samples has been made. Adopts and contributes what is due.
+
+        Raises what has gone wrong in the background: :class:`LearnerFenced`, or :class:`BackgroundFailure`.
+        """
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise ConfigError(f"samples must be a whole number of at least 1, not {samples!r}: count the samples of the optimizer step")
+        replica = self._joined()
+        replica.count(1, samples)
+        if self._attention or replica.total.steps >= self._next_due:
+            self._boundary(replica)
+
+    def __enter__(self) -> Self:
+        self._joined()
+        self._membership.state = "training"
+        self._engine.wake("heartbeat")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.leave()
+
+    def _joined(self) -> Replica:
+        if self._closed or self._replica is None:
+            raise GradientMailError(f"the session of {self.learner_id!r} is closed: construct a new one to join again")
+        return self._replica
+
+    def _attend(self) -> None:
+        self._attention = True
+        self._changed.set()
+
+    def _boundary(self, replica: Replica) -> None:
+        began = self._clock.monotonic()
+        if self._membership.state == "joining":
+            self._membership.state = "training"
+            self._engine.wake("heartbeat")
+        self._measure_pace(replica, began)
+        self._exchange(replica)
+        if self.algorithm.blocking:
+            self._await_commits(replica, began + self._settings.step_timeout)
+        self._next_due = 0 if self.algorithm.samples_due(1) is not None else replica.next_step_due()
+        self._boundary_at = self._clock.monotonic()
+        self._stall_seconds += self._boundary_at - began
+
+    def _exchange(self, replica: Replica) -> None:
+        """Adopt first, then contribute."""
+        self._attention = False
+        self._raise_failure()
+        for fragment in replica.fragments:
+            if fragment.staged is not None or fragment.reset:
+                replica.adopt(fragment)
+        taken = [fragment for fragment in replica.fragments if replica.due(fragment)]
+        for fragment in taken:
+            replica.contribute(fragment, uuid4().hex)
+        if taken:
+            self._engine.wake("publisher")
+        if any(fragment.staged is not None for fragment in replica.fragments):
+            self._engine.wake("aligner")  # to prepare it against what has just changed
+
+    def _await_commits(self, replica: Replica, deadline: float) -> None:
+        while any(fragment.pending is not None for fragment in replica.fragments):
+            if self._clock.monotonic() >= deadline:
+                raise RunTimeout(
+                    f"{self.learner_id}: {type(self.algorithm).__name__} waited {self._settings.step_timeout:g} s for a round of "
+                    f"{self.algorithm.quorum} learners; {self._who_is_there()}. Start the missing ones, or use DecoupledDiLoCo"
+                )
+            self._clock.wait(self._changed, self._settings.poll_interval)
+            self._changed.clear()
+            self._exchange(replica)
+
+    def _measure_pace(self, replica: Replica, now: float) -> None:
+        steps = replica.total.steps - self._boundary_step
+        if steps:
+            pace = (now - self._boundary_at) / steps
+            self._seconds_per_step = pace if self._seconds_per_step == 0 else 0.5 * (self._seconds_per_step + pace)
+        self._boundary_step = replica.total.steps
+
+    def _raise_failure(self) -> None:
+        failure = self._engine.failure
+        if isinstance(failure, LearnerFenced):
+            raise failure
+        if failure is not None:
+            raise BackgroundFailure(f"the session of {self.learner_id!r} cannot go on: {failure}") from failure
+
+    # --- leaving ---------------------------------------------------------------------------------------
+
+    def close(self, timeout: float = 600.0) -> None:
+        """Leave the run once everything this learner has done is in a commit.
+
+        Raises :class:`RunTimeout` after ``timeout`` seconds, naming what it was waiting for; the session is then
+        closed all the same. Closing twice does nothing.
+        """
+        if self._closed:
+            return
+        try:
+            missing = self._finish(timeout)
+        finally:
+            self._end()
+        if missing:
+            raise RunTimeout(f"{self.learner_id} left after {timeout:g} s without {missing}; {self._who_is_there()}")
+
+    def leave(self, timeout: float = 10.0) -> None:
+        """Leave the run, publishing what can be published within ``timeout`` seconds. Never raises for the rest."""
+        if self._closed:
+            return
+        try:
+            missing = self._finish(timeout)
+            if missing:
+                log.warning("%s leaves without %s", self.learner_id, missing)
+        except GradientMailError as error:
+            log.warning("%s leaves the run after an error: %s", self.learner_id, error)
+        finally:
+            self._end()
+
+    def _finish(self, timeout: float) -> str:
+        """Contribute and adopt until nothing is left or time is up; returns what is missing."""
+        replica = self._joined()
+        deadline = self._clock.monotonic() + timeout
+        self._membership.state = "leaving"
+        self._engine.wake("heartbeat")
+        while True:
+            self._exchange(replica)
+            for fragment in replica.fragments:
+                if fragment.pending is None and fragment.staged is None and replica.uncontributed(fragment).steps:
+                    replica.contribute(fragment, uuid4().hex)
+                    self._engine.wake("publisher")
+            left = self._left(replica)
+            if not left:
+                break
+            if self._clock.monotonic() >= deadline:
+                return left
+            self._wait(deadline)
+        return self._commit_last_rounds(deadline)
+
+    def _left(self, replica: Replica) -> str:
+        """What of this learner's work is in no commit yet, in words."""
+        for fragment in replica.fragments:
+            steps = replica.uncontributed(fragment).steps + (fragment.pending.work.steps if fragment.pending else 0)
+            if steps:
+                return f"{steps} steps of fragment {fragment.index}, which wait for version {fragment.known + 1}"
+        return ""
+
+    def _commit_last_rounds(self, deadline: float) -> str:
+        """The last learners to leave see to it that no open round is left behind."""
+        while True:
+            ticks = self._engine.syncer.ticks
+            self._engine.wake("observer", "syncer")
+            while self._engine.syncer.ticks <= ticks + 1 and self._clock.monotonic() < deadline:
+                self._raise_failure()
+                self._engine.wake("syncer")
+                self._wait(deadline)
+            if self._membership.others("joining", "training", "waiting") or not self._engine.syncer.open_rounds:
+                return ""
+            if self._clock.monotonic() >= deadline:
+                index, version = min(self._engine.syncer.open_rounds)
+                return f"the commit of fragment {index}, version {version}, to which others have contributed"
+
+    def _wait(self, deadline: float) -> None:
+        left = deadline - self._clock.monotonic()
+        self._clock.wait(self._changed, max(0.0, min(left, self._settings.poll_interval)))
+        self._changed.clear()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._membership.state = "ended"
+        self._engine.stop(STOP_SECONDS)
+
+    def _who_is_there(self) -> str:
+        live = self._membership.others("joining", "training", "waiting", "leaving")
+        return f"live beside it: {', '.join(live) or 'nobody'}"
+
+    # --- figures ---------------------------------------------------------------------------------------
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The adopted version of each fragment."""
+        return tuple(fragment.version for fragment in self._replica.fragments) if self._replica else ()
+
+    def stats(self) -> Stats:
+        """Figures so far; also after the session has been closed."""
+        assert self._replica is not None
+        return Stats(
+            learner_id=self.learner_id,
+            steps=self._replica.total.steps,
+            samples=self._replica.total.samples,
+            versions=self.versions,
+            learners=self._replica.learners,
+            tally=self._replica.tally,
+            staleness_steps=self._replica.staleness_steps(),
+            stall_seconds=self._stall_seconds,
+            seconds_per_step=self._seconds_per_step,
+            usage=self._mailbox.usage,
+        )
+
+    def _progress(self) -> Progress:
+        if self._replica is None:
+            return Progress()
+        return Progress(
+            steps=self._replica.total.steps,
+            samples=self._replica.total.samples,
+            seconds_per_step=self._seconds_per_step,
+            uplink=self._engine.publisher.uplink,
+            versions=tuple(fragment.known for fragment in self._replica.fragments),
+        )

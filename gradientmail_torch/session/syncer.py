@@ -1,0 +1,275 @@
+"""Watches open rounds, and merges and commits those whose turn is this learner's. Every learner can be the syncer.
+
+Claims only save double work: a superseded owner may finish, and correctness rests on a commit being created once
+and never deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from uuid import uuid4
+
+from torch import Tensor
+
+from gradientmail_torch import keys
+from gradientmail_torch.algorithms.algorithm import Algorithm, Pace
+from gradientmail_torch.algorithms.merge import merge
+from gradientmail_torch.algorithms.quorum import RoundView, closes, merge_order, quorum_reached, waited_for
+from gradientmail_torch.clock import Clock
+from gradientmail_torch.errors import CorruptObject, InvalidName
+from gradientmail_torch.messages import Claim, Commit, encode, read
+from gradientmail_torch.session.closing_round import ClosingRound
+from gradientmail_torch.session.lease import Peer
+from gradientmail_torch.session.replica import Fragment, Replica
+from gradientmail_torch.session.retention import Retention
+from gradientmail_torch.session.run import Run, outer_specs
+from gradientmail_torch.session.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What this learner has seen of one open round, by its own clock."""
+
+    quorum_at: float | None = None
+    free_since: float | None = None
+    """Since when the round could be merged and nobody who is alive has claimed it."""
+    attempt: int = 1
+    """Number of the next claim."""
+    claim: Claim | None = None
+    """The last claim."""
+    claim_at: float = 0.0
+    warned_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signals:
+    """Whom the syncer tells what it has seen."""
+
+    called: Callable[[], None]
+    """Another learner's contribution is in an open round."""
+    hinted: Callable[[], None]
+    """A newer commit exists."""
+    committed: Callable[[Fragment, Commit, list[Tensor]], None]
+    """This learner has committed a round; its values are in memory."""
+
+
+class Syncer:
+    def __init__(
+        self,
+        run: Run,
+        replica: Replica,
+        algorithm: Algorithm,
+        retention: Retention,
+        life: keys.Life,
+        *,
+        settings: Settings,
+        clock: Clock,
+        peers: Callable[[], Mapping[str, Peer]],
+        seconds_per_step: Callable[[], float],
+        signals: Signals,
+    ) -> None:
+        self._run = run
+        self._replica = replica
+        self._algorithm = algorithm
+        self._retention = retention
+        self._life = life
+        self._settings = settings
+        self._clock = clock
+        self._peers = peers
+        self._seconds_per_step = seconds_per_step
+        self._signals = signals
+        self._watches: dict[tuple[int, int], _Watch] = {}
+        self._quiet_ticks = 0
+        self._last_listing: list[str] = []
+        self.merge_seconds = 0.0
+        """Moving average of the time that this learner takes to merge and commit a round."""
+        self.open_rounds: dict[tuple[int, int], frozenset[str]] = {}
+        """Contributors of the open rounds as last listed, by fragment and version."""
+        self.ticks = 0
+
+    def tick(self) -> float:
+        listing = list(self._run.mailbox.list(keys.ROUNDS))
+        rounds = self._note(listing)
+        for (index, version), contributors in rounds.items():
+            fragment = self._replica.fragments[index]
+            if version > fragment.known + 1:
+                self._replica.call(fragment, version)  # its predecessor is committed: a hint
+                self._signals.hinted()
+            elif version == fragment.known + 1:
+                if contributors - {self._life.learner_id}:
+                    self._replica.call(fragment, version)
+                    self._signals.called()
+                self._consider(fragment, version, contributors)
+        self._watches = {key: watch for key, watch in self._watches.items() if key in rounds}
+        self.ticks += 1
+        return self._pause(listing)
+
+    def _note(self, listing: list[str]) -> dict[tuple[int, int], frozenset[str]]:
+        """The rounds in a listing that are open as far as this learner knows."""
+        found: dict[tuple[int, int], set[str]] = {}
+        for key in listing:
+            try:
+                index, version, learner_id = keys.parse_round(key)
+            except InvalidName:
+                continue  # not ours
+            if index < len(self._replica.fragments) and version > self._replica.fragments[index].known:
+                found.setdefault((index, version), set()).add(learner_id)
+        self.open_rounds = {key: frozenset(contributors) for key, contributors in found.items()}
+        return self.open_rounds
+
+    def _pause(self, listing: list[str]) -> float:
+        """Look less often, down to a quarter, while the listing shows nothing new and no round is open."""
+        self._quiet_ticks = 0 if listing != self._last_listing or self.open_rounds else self._quiet_ticks + 1
+        self._last_listing = listing
+        return self._settings.poll_interval * min(4, 1 + self._quiet_ticks // 4)
+
+    # --- deciding --------------------------------------------------------------------------------------
+
+    def _consider(self, fragment: Fragment, version: int, contributors: frozenset[str]) -> None:
+        now = self._clock.monotonic()
+        watch = self._watches.setdefault((fragment.index, version), _Watch())
+        live = {learner_id: peer for learner_id, peer in self._peers().items() if peer.live}
+        view = RoundView(
+            contributors=contributors,
+            training=frozenset(i for i, peer in live.items() if peer.beat.state == "training"),
+            staying=frozenset(i for i, peer in live.items() if peer.beat.state != "leaving"),
+        )
+        if not quorum_reached(view, self._algorithm.quorum):
+            self._warn_short(fragment, version, view, watch, now)
+            watch.quorum_at = None
+            return
+        watch.quorum_at = now if watch.quorum_at is None else watch.quorum_at
+        if not closes(view, since_quorum_s=now - watch.quorum_at, grace_s=self._grace_s()):
+            return
+        if self._turn(fragment, version, watch, live, now) and self._claim(fragment, version, watch):
+            self._merge(fragment, version)
+
+    def _grace_s(self) -> float:
+        pace = Pace(seconds_per_step=self._seconds_per_step(), poll_interval=self._settings.poll_interval, merge_seconds=self.merge_seconds)
+        return self._algorithm.grace_s(pace)
+
+    def _turn(self, fragment: Fragment, version: int, watch: _Watch, live: Mapping[str, Peer], now: float) -> bool:
+        """Whether it is this learner's turn: the k-th in the order waits k × ``claim_delay`` for those before it."""
+        uplinks = {learner_id: peer.beat.uplink for learner_id, peer in live.items() if peer.beat.state != "joining"}
+        uplinks.setdefault(self._life.learner_id, 0.0)
+        if watch.claim is not None:
+            if self._is_ours(watch.claim):
+                return True  # an attempt of ours that was cut short
+            if watch.free_since is None and not self._is_stale(watch.claim, watch.claim_at, live, now):
+                return False
+            uplinks.pop(watch.claim.learner_id, None)
+            uplinks.setdefault(self._life.learner_id, 0.0)
+        watch.free_since = now if watch.free_since is None else watch.free_since
+        order = merge_order(self._run.manifest.nonce, fragment.index, version, uplinks)
+        return now - watch.free_since >= order.index(self._life.learner_id) * self._settings.claim_delay
+
+    def _claim(self, fragment: Fragment, version: int, watch: _Watch) -> bool:
+        """Claim the round; False when another has claimed it first."""
+        if watch.claim is not None and self._is_ours(watch.claim):
+            return True
+        key = keys.claim(fragment.index, version, watch.attempt)
+        mine = Claim(nonce=uuid4().hex, learner_id=self._life.learner_id, generation=self._life.generation)
+        won = self._run.mailbox.put_if_absent(key, encode(mine))
+        watch.claim = mine if won else self._read_claim(key)
+        watch.claim_at, watch.free_since = self._clock.monotonic(), None
+        watch.attempt += 1
+        return won
+
+    def _read_claim(self, key: str) -> Claim | None:
+        try:
+            return read(self._run.mailbox, Claim, key)
+        except CorruptObject as error:
+            log.warning("a claim cannot be read and counts as void: %s", error)
+            return None
+
+    def _is_ours(self, claim: Claim) -> bool:
+        return (claim.learner_id, claim.generation) == self._life
+
+    def _is_stale(self, claim: Claim, claimed_at: float, live: Mapping[str, Peer], now: float) -> bool:
+        """Whether a claim's owner is silent or superseded, or has had ``merge_timeout`` seconds."""
+        owner = live.get(claim.learner_id)
+        gone = owner is None or owner.generation != claim.generation
+        return gone or now - claimed_at >= self._settings.merge_timeout
+
+    def _warn_short(self, fragment: Fragment, version: int, view: RoundView, watch: _Watch, now: float) -> None:
+        watch.warned_at = now if watch.warned_at is None else watch.warned_at
+        if now - watch.warned_at >= self._settings.quorum_warning:
+            watch.warned_at = now
+            log.warning(
+                "fragment %d, version %d: %d of %d contributions (%s); waiting for %s",
+                fragment.index, version, len(view.contributors), self._algorithm.quorum,
+                ", ".join(sorted(view.contributors)), ", ".join(waited_for(view)) or "learners to come",
+            )  # fmt: skip
+
+    # --- merging ---------------------------------------------------------------------------------------
+
+    def _merge(self, fragment: Fragment, version: int) -> None:
+        began = self._clock.monotonic()
+        with self._replica.lock:
+            if fragment.known != version - 1:
+                return
+            before = fragment.newest_values()
+        try:
+            state = self._outer_state(fragment, version - 1)
+        except CorruptObject:
+            if self._run.commit(fragment.index, version) is not None:
+                return  # this learner slept: the round is long committed, and the state it needed is swept away
+            raise
+        closing = ClosingRound(self._run, fragment.index, version)
+        method = self._algorithm.merge_method(max(1, len(closing.records)))
+        merged = merge(closing.contributions, fragment.specs, method)
+        if not closing.merged and not closing.left_out:
+            return  # retention has removed its records: it is committed
+        if closing.merged:
+            values, state = self._algorithm.outer.step(before, merged, state, fragment.specs, version)
+        else:
+            values = before  # all were left out: the round closes unchanged, and says why
+        self._publish(fragment, version, closing, method, values, state)
+        taken = self._clock.monotonic() - began
+        self.merge_seconds = taken if self.merge_seconds == 0 else 0.8 * self.merge_seconds + 0.2 * taken
+
+    def _outer_state(self, fragment: Fragment, version: int) -> list[Tensor] | None:
+        if version == 0 or not self._algorithm.outer.stateful:
+            return None
+        commit = self._run.commit(fragment.index, version)
+        return self._run.outer_state(commit) if commit is not None else None
+
+    def _publish(
+        self, fragment: Fragment, version: int, closing: ClosingRound, method: str, values: list[Tensor], state: list[Tensor] | None
+    ) -> None:
+        """Data first, then the commit. Whoever loses the race deletes its data after it has read the winner's."""
+        nonce = uuid4().hex
+        key = keys.data(fragment.index, version, self._life.learner_id, nonce)
+        parameters = self._run.publish(key, values, fragment.specs, "fp32")
+        outer = None
+        if state is not None:
+            outer = self._run.publish(f"{key}-outer", state, outer_specs(fragment.specs), "fp32")
+        commit = Commit(
+            nonce=nonce,
+            fragment=fragment.index,
+            version=version,
+            by=self._life.learner_id,
+            generation=self._life.generation,
+            parameters=parameters,
+            outer=outer,
+            method=method,
+            merged=tuple(closing.merged.values()),
+            left_out=tuple(closing.left_out.values()),
+            at=self._clock.wall(),
+        )
+        if self._run.mailbox.put_if_absent(keys.commit(fragment.index, version), encode(commit)):
+            self._signals.committed(fragment, commit, values)
+            self._retention.after_commit(fragment.index, version)
+            return
+        winner = self._run.commit(fragment.index, version)
+        if winner is not None and winner.nonce != nonce:
+            for ref in (parameters, outer):
+                if ref is not None:
+                    self._run.mailbox.delete(ref.key)
+        with self._replica.lock:
+            fragment.hint = max(fragment.hint, version)
+        self._signals.hinted()
