@@ -22,6 +22,11 @@ class Mailbox(Protocol):
     Keys are of :func:`gradientmail_torch.keys.check_key`. Reads see every write that ended before they
     began; readers never see half an object. All operations raise
     :class:`~gradientmail_torch.errors.MailboxError` or one of its kind, and nothing of the backend's own.
+
+    Stores that are trees inside (directories, SeaweedFS) set two limits. No key may be the folder of another
+    (``a`` beside ``a/b``): such a key may be refused, and what it reads as is open. And folders that lie side
+    by side may be listed by their names alone, which differs from the order of bytes where one name goes on
+    from another with a character below "/" (``a`` and ``a-b``).
     """
 
     def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes | None:
@@ -37,7 +42,11 @@ class Mailbox(Protocol):
         ...
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
-        """The keys that begin with ``prefix`` and sort behind ``after``, in order of their bytes."""
+        """The keys that begin with ``prefix`` and sort behind ``after``, in order of their bytes.
+
+        A listing of many keys takes a request a thousand, and shows
+        what was there when it began and has stayed; what comes or goes meanwhile may be in it or not.
+        """
         ...
 
     def delete(self, key: str) -> None:

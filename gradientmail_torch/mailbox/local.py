@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from uuid import uuid4
@@ -28,7 +28,8 @@ from gradientmail_torch.errors import (
 from gradientmail_torch.keys import check_key
 from gradientmail_torch.mailbox.base import Body
 
-_SCRATCH = ".scratch"  # begins with a dot and holds no key: never listed
+_SCRATCH = ".scratch"  # no key: never listed
+_ABANDONED_S = 2 * 86400.0
 
 
 class LocalMailbox:
@@ -37,6 +38,7 @@ class LocalMailbox:
         with _translated(self.root, "<root>"):
             (self.root / _SCRATCH).mkdir(parents=True, exist_ok=True)
             self._real_root = os.path.realpath(self.root)
+            self._sweep()
 
     def __repr__(self) -> str:
         return self.root.as_uri()
@@ -44,40 +46,41 @@ class LocalMailbox:
     def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes | None:
         with _translated(self.root, key):
             try:
-                descriptor = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW)
-            except (FileNotFoundError, NotADirectoryError):
+                with open(self._path(key), "rb", opener=_without_links) as file:
+                    file.seek(start)
+                    return file.read() if length is None else file.read(length)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return None
-            with os.fdopen(descriptor, "rb") as file:
-                file.seek(start)
-                return file.read() if length is None else file.read(length)
 
     def put(self, key: str, body: Body) -> None:
         with self._written(key, body) as (scratch, path):
             os.replace(scratch, path)
 
     def put_if_absent(self, key: str, body: Body) -> bool:
-        if os.path.lexists(self._path(key)):  # spares writing a copy that would be refused
+        target = self._path(key)
+        if os.path.lexists(target):  # spares writing a copy that would be refused
+            if os.path.isdir(target):
+                raise _clash(key)
             return False
         with self._written(key, body) as (scratch, path):
             try:
                 os.link(scratch, path)
+                return True
             except FileExistsError:
-                return False
-            finally:
-                os.unlink(scratch)
-            return True
+                # A network file system may repeat a request that was carried out, and refuse the second.
+                return os.stat(scratch).st_nlink > 1
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
         folder = prefix.rpartition("/")[0]
         if folder:
-            check_key(folder)
+            self._path(f"{folder}/any")  # refuses a way out of the root
         return self._walk(folder, prefix, after)
 
     def delete(self, key: str) -> None:
         with _translated(self.root, key):
             try:
                 os.unlink(self._path(key))
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
 
     def _path(self, key: str) -> str:
@@ -99,9 +102,22 @@ class LocalMailbox:
                     shutil.copyfileobj(source, file, 1 << 20)
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 yield scratch, path
-            except OSError:
+            except (FileExistsError, NotADirectoryError, IsADirectoryError):
+                raise _clash(key) from None
+            finally:
                 Path(scratch).unlink(missing_ok=True)
-                raise
+
+    def _sweep(self) -> None:
+        """Remove what processes that were killed while writing have left, when it is days old."""
+        scratch = Path(self._real_root, _SCRATCH)
+        mark = scratch / uuid4().hex
+        mark.touch()
+        now = mark.stat().st_mtime  # by the file system's clock, as the others' times
+        mark.unlink()
+        for left in scratch.iterdir():
+            with suppress(FileNotFoundError):
+                if now - left.stat().st_mtime > _ABANDONED_S:
+                    left.unlink()
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[str]:
         try:
@@ -114,7 +130,7 @@ class LocalMailbox:
             raise _translate(error, self.root, folder) from error
         for name, entry in entries:
             path = f"{folder}/{name}" if folder else name
-            if entry.name == _SCRATCH and not folder or entry.is_symlink():
+            if (entry.name == _SCRATCH and not folder) or entry.is_symlink():
                 continue
             if name.endswith("/"):
                 shared = min(len(path), len(prefix))
@@ -122,6 +138,14 @@ class LocalMailbox:
                     yield from self._walk(path[:-1], prefix, after)
             elif path.startswith(prefix) and path > after:
                 yield path
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _clash(key: str) -> InvalidName:
+    return InvalidName(f"mailbox key {key!r} cannot be kept in a directory: it is the folder of another object, or lies below one")
 
 
 @contextmanager
@@ -144,7 +168,7 @@ def _translate(error: OSError, root: Path, key: str) -> MailboxError:
             return MailboxUnsupported(f"cannot link {where}. The file system must support hard links")
         case errno.ELOOP:
             return MailboxDenied(f"refused {where}. Links are not followed")
-        case errno.ENOSPC | errno.EDQUOT:
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return MailboxUnavailable(f"no room for {where}. Free some space: training goes on meanwhile")
         case _:
             return MailboxUnavailable(f"could not reach {where}")

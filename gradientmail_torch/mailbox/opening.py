@@ -30,6 +30,8 @@ def open_mailbox(url: str | os.PathLike[str] | Mailbox, *, clock: Clock = SYSTEM
     text = os.fspath(url)
     if not text:
         raise ConfigError(f"the mailbox URL is empty: it is {_FORMS}")
+    if "://" in text and "@" in text:  # said without the URL, which would carry them into a log
+        raise ConfigError("a mailbox URL holds no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead")
     parts = urlsplit(text)
     match parts.scheme if "://" in text else "":
         case "":
@@ -56,8 +58,6 @@ def _s3(text: str, parts: SplitResult) -> Mailbox:
     if unknown or not parts.hostname:
         problem = f"unknown parameter {sorted(unknown)[0]!r}" if unknown else "no bucket"
         raise ConfigError(f"mailbox URL {text!r}: {problem}; it is 's3://bucket/prefix?endpoint_url=…&region=…'")
-    if "@" in parts.netloc:
-        raise ConfigError("a mailbox URL holds no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead")
     return S3Mailbox(parts.netloc, unquote(parts.path), endpoint_url=options.get("endpoint_url"), region=options.get("region"))
 
 

@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import boto3
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError, PartialCredentialsError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+from botocore.exceptions import ConnectionError as NoConnection
 
 from gradientmail_torch.errors import MailboxDenied, MailboxError, MailboxMissing, MailboxUnavailable, MailboxUnsupported
 from gradientmail_torch.keys import check_key
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 MULTIPART_BYTES = 16 << 20
+_LETTERS = "%-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz~"
 # "classic": the CRT client ignores endpoint_url and may write to AWS instead (boto3#4839).
 _TRANSFER = TransferConfig(
     multipart_threshold=MULTIPART_BYTES, multipart_chunksize=MULTIPART_BYTES, max_concurrency=4, preferred_transfer_client="classic"
@@ -98,13 +107,25 @@ class S3Mailbox:
             return True
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self.bucket, Prefix=self.prefix + prefix, StartAfter=self.prefix + after if after else ""
-        )
+        if after and not after.startswith(prefix):
+            if after > prefix:
+                return
+            after = ""
+        # SeaweedFS loses keys where StartAfter is the name of a folder or meets a prefix that is not one, and lists
+        # others' where it lies outside of the prefix.
+        asked = prefix[: prefix.rfind("/") + 1] if after else prefix
+        start = _just_before(after)
+        window: dict[str, Any] = {"StartAfter": self.prefix + start} if start else {}
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.prefix + asked, **window)
         with self._translated("list", prefix):
             for page in pages:
                 for entry in page.get("Contents", ()):
-                    yield entry["Key"][len(self.prefix) :]
+                    key = entry["Key"][len(self.prefix) :]
+                    if key.startswith(prefix):
+                        if not start < key <= after:
+                            yield key
+                    elif key > prefix:
+                        return
 
     def delete(self, key: str) -> None:
         with self._translated("delete", key):
@@ -121,11 +142,19 @@ class S3Mailbox:
         except ClientError as error:
             raise _translate(error, f"{operation} {key!r} in {self!r}") from error
         except (NoCredentialsError, PartialCredentialsError) as error:
-            raise MailboxDenied(f"no credentials to {operation} {key!r} in {self!r}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
-        except (HTTPClientError, ConnectionError, TimeoutError) as error:
+            raise MailboxDenied(
+                f"no credentials to {operation} {key!r} in {self!r}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            ) from error
+        except (HTTPClientError, NoConnection, IncompleteReadError, ConnectionError, TimeoutError) as error:
             raise MailboxUnavailable(f"no answer to {operation} {key!r} in {self!r}: {error}") from error
         except BotoCoreError as error:
             raise MailboxError(f"cannot {operation} {key!r} in {self!r}: {error}") from error
+
+
+def _just_before(key: str) -> str:
+    """What sorts before ``key`` with nothing between, and is no name of a folder."""
+    lower = [letter for letter in _LETTERS if key and letter < key[-1]]
+    return key if not lower or key.endswith("/") else f"{key[:-1]}{lower[-1]}~~~~"
 
 
 class _Unclosed:

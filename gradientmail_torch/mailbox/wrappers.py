@@ -98,7 +98,7 @@ class RetryingMailbox:
 
     def _is_ours(self, key: str, data: bytes) -> bool:
         try:
-            return self.inner.get(key) == data
+            return self.inner.get(key, length=len(data) + 1) == data
         except MailboxUnavailable as error:
             raise OutcomeUnknown(f"cannot tell who created {key!r} in {self!r}: the answer was lost, and reading it back failed") from error
 
@@ -136,7 +136,7 @@ class Usage:
 
 
 class CountingMailbox:
-    """Counts requests as a store bills them: one a call, and one for each 1,000 keys of a listing."""
+    """Counts requests as a store bills them: one a call, failed ones too, and one for each 1,000 keys of a listing."""
 
     PAGE_KEYS = 1000
 
@@ -155,8 +155,10 @@ class CountingMailbox:
             return Usage(Counter(self._usage.requests), self._usage.bytes_up, self._usage.bytes_down)
 
     def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes | None:
+        self._count("get")
         found = self.inner.get(key, start=start, length=length)
-        self._count("get", down=len(found or b""))
+        if found:
+            self._count("get", requests=0, down=len(found))
         return found
 
     def put(self, key: str, body: Body) -> None:
@@ -178,9 +180,9 @@ class CountingMailbox:
         self._count("delete")
         self.inner.delete(key)
 
-    def _count(self, operation: str, *, up: int = 0, down: int = 0) -> None:
+    def _count(self, operation: str, *, requests: int = 1, up: int = 0, down: int = 0) -> None:
         with self._lock:
-            self._usage.requests[operation] += 1
+            self._usage.requests[operation] += requests
             self._usage.bytes_up += up
             self._usage.bytes_down += down
 
