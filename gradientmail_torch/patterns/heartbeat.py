@@ -81,16 +81,18 @@ class Heartbeat:
             return nonce in self._held
 
     def close(self) -> None:
-        """Give everything up, say so, and end the thread. Idempotent."""
+        """Give everything up, say so if there was anything, and end the thread. Idempotent."""
         with self._lock:
             self._stopping = True
+            unsaid = bool(self._held) or self._owed
             self._held.clear()
             task, self._task = self._task, None
         if task is None:
             return
         self._wake.set()
         task.join()
-        self._beat(ended=True)
+        if unsaid:
+            self._beat(ended=True)
 
     def _run(self) -> None:
         while True:

@@ -36,9 +36,10 @@ from gradientmail_torch import messages
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, CorruptObject, WorkFenced
 from gradientmail_torch.keys import WorkKeys, check_learner_id, parse_claim
-from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.mailbox import Mailbox, RetryingMailbox
 from gradientmail_torch.messages import Count, Nonce, Record
 from gradientmail_torch.patterns.heartbeat import Heartbeat, Watch
+from gradientmail_torch.patterns.json_values import from_json, to_json
 
 __all__ = ["Claim", "LeasedWork", "Outcome", "Status", "WorkKeys"]
 
@@ -63,7 +64,7 @@ class Outcome(Record, frozen=True):
     """What went wrong, for people."""
 
     def decoded(self) -> object:
-        return msgspec.json.decode(self.value)
+        return from_json(bytes(self.value), what=f"the outcome of {self.item!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,8 @@ class LeasedWork:
         lease: seconds without a new beat after which another party takes over; the same for all parties.
         max_attempts: claims that an item may have. When the last one is lost too, the item is ``abandoned``,
             so that work which kills its process ends. None: without end.
+        outage_timeout: seconds for which an operation waits for a mailbox that does not answer. Heartbeats do
+            not wait: one that fails is tried again at the next.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class LeasedWork:
         learner_id: str,
         lease: float = 60.0,
         max_attempts: int | None = 5,
+        outage_timeout: float = 0.0,
         clock: Clock = SYSTEM_CLOCK,
         rng: random.Random | None = None,
     ) -> None:
@@ -123,10 +127,10 @@ class LeasedWork:
             raise ConfigError(f"lease must be above 0 seconds, not {lease!r}")
         if max_attempts is not None and max_attempts < 1:
             raise ConfigError(f"max_attempts must be None or at least 1, not {max_attempts!r}")
-        self._mailbox = mailbox
+        self._rng = rng or random.Random()
+        self._mailbox = RetryingMailbox(mailbox, patience_s=outage_timeout, clock=clock, rng=self._rng)
         self._keys = keys
         self._clock = clock
-        self._rng = rng or random.Random()
         self._lease = lease
         self._max_attempts = max_attempts
         self.owner = f"{check_learner_id(learner_id)}-{self._nonce()}"
@@ -196,7 +200,7 @@ class LeasedWork:
     # --- giving back ----------------------------------------------------------------------------------
 
     def finish(self, claim: Claim, *, status: Status = "done", value: object = None, error: str = "") -> Outcome:
-        """Commit the outcome of ``claim``; ``value`` is anything that msgspec can write as JSON, or ``msgspec.Raw``.
+        """Commit the outcome of ``claim``; ``value`` is a JSON value, or ``msgspec.Raw`` with one.
 
         Raises :class:`WorkFenced` when another attempt finished first. May be called again after a
         ``MailboxError``: the claim is kept, and its nonce tells whether the first call had succeeded after all.
@@ -297,9 +301,4 @@ class LeasedWork:
 
 
 def _raw(value: object, item: str) -> msgspec.Raw:
-    if isinstance(value, msgspec.Raw):
-        return value
-    try:
-        return msgspec.Raw(msgspec.json.encode(value))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"the value of {item!r} cannot be written as JSON: {error}") from error
+    return value if isinstance(value, msgspec.Raw) else msgspec.Raw(to_json(value, what=f"the value of {item!r}"))
