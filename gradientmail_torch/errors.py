@@ -17,6 +17,9 @@
     │   └── LearnerIdInUse                  another process holds this learner ID
     ├── BackgroundFailure                   a background thread of the session failed; its cause is attached
     ├── RunTimeout (TimeoutError)           a stated wait ran out
+    │   └── NoTaskServer                    nobody is there to run the tasks that are waited for
+    ├── KillSignal                          the task servers of a queue have been told to stop
+    ├── ThinkerFailed                       another agent of this Thinker has raised
     ├── WorkFailed                          a function that was run for others raised
     ├── WorkFenced                          another party took this work over
     └── SynchronizationExpired              a fan-in that has been swept away
@@ -83,6 +86,18 @@ class BackgroundFailure(GradientMailError):
 
 class RunTimeout(GradientMailError, TimeoutError):
     """A wait with a stated limit ran out; the text says what it was waiting for."""
+
+
+class NoTaskServer(RunTimeout):
+    """Results are waited for, and no task server has been there for a stated time."""
+
+
+class KillSignal(GradientMailError):
+    """The task servers of this queue have been told to stop."""
+
+
+class ThinkerFailed(GradientMailError):
+    """Another agent of this Thinker has raised, so nobody waits for results any more. ``__cause__`` is what it raised."""
 
 
 class WorkFailed(GradientMailError):
