@@ -194,7 +194,10 @@ class WorkKeys:
         return f"{self.root}claims/" if item is None else f"{self.root}claims/{encode_name(item, what='work item')}/"
 
     def beat(self, owner: str) -> str:
-        return f"{self.root}beats/{encode_name(owner, what='owner')}"
+        return self.beats() + encode_name(owner, what="owner")
+
+    def beats(self) -> str:
+        return f"{self.root}beats/"
 
     def outcome(self, item: str) -> str:
         return self.outcomes() + encode_name(item, what="work item")
@@ -244,3 +247,71 @@ class QueueKeys(WorkKeys):
 
     def errors(self, item: str | None = None) -> str:
         return f"{self.root}errors/" if item is None else f"{self.root}errors/{encode_name(item)}/"
+
+
+_SYNC = "sync/"
+
+
+@dataclass(frozen=True, slots=True)
+class SyncKeys(WorkKeys):
+    """The keys of one workflow, or of one synchronization node that stands alone. A work item is a node."""
+
+    @staticmethod
+    def of_workflow(run_id: str) -> SyncKeys:
+        return SyncKeys(f"{_SYNC}{encode_name(run_id, what='run_id')}/workflow/")
+
+    @staticmethod
+    def of_node(run_id: str, node: str) -> SyncKeys:
+        return SyncKeys(f"{_SYNC}{encode_name(run_id, what='run_id')}/node/{encode_name(node, what='node name')}/")
+
+    @staticmethod
+    def all() -> str:
+        """Prefix of everything that synchronization writes."""
+        return _SYNC
+
+    @staticmethod
+    def containing(key: str) -> SyncKeys:
+        """The workflow or node that ``key`` belongs to; raises :class:`InvalidName`."""
+        parts = key.split("/")
+        length = {"workflow": 3, "node": 4}.get(parts[2] if len(parts) > 3 else "", 0)
+        if not length or len(parts) <= length:
+            raise InvalidName(f"{key!r} is not a key of a synchronization")
+        return SyncKeys("/".join(parts[:length]) + "/")
+
+    def manifest(self) -> str:
+        return f"{self.root}manifest"
+
+    def expired(self) -> str:
+        """The tombstone: what it marks has been swept away and must not be begun again."""
+        return f"{self.root}expired"
+
+    def idle(self, learner_id: str) -> str:
+        """What a sweeper last saw."""
+        return self.idles() + encode_name(learner_id)
+
+    def idles(self) -> str:
+        return f"{self.root}idle/"
+
+    def data(self, node: str, by: str, nonce: str) -> str:
+        """A payload, written by one party only."""
+        return f"{self.root}data/{encode_name(node)}/{encode_name(by)}/{nonce}"
+
+    def result(self, node: str, nonce: str) -> str:
+        """What a node's function returned, written by one attempt only."""
+        return f"{self.root}results/{encode_name(node)}/{nonce}"
+
+    def reached(self, node: str | None = None, by: str | None = None) -> str:
+        """The marker of a predecessor; or the prefix of a node's markers, or of all."""
+        parts = [encode_name(name) for name in (node, by) if name is not None]
+        return f"{self.root}reached/" + "/".join(parts) + ("/" if len(parts) == 1 else "")
+
+
+class ReachedKey(NamedTuple):
+    node: str
+    by: str
+
+
+def parse_reached(key: str) -> ReachedKey:
+    """The node and the predecessor of a key below ``reached/`` of :class:`SyncKeys`."""
+    _, node, by = key.rsplit("/", 2)
+    return ReachedKey(decode_name(node), decode_name(by))

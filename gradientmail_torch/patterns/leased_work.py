@@ -109,6 +109,7 @@ class LeasedWork:
             so that work which kills its process ends. None: without end.
         outage_timeout: seconds for which an operation waits for a mailbox that does not answer. Heartbeats do
             not wait: one that fails is tried again at the next.
+        watch: what has been seen of others; give one to keep it over several objects of this class.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class LeasedWork:
         lease: float = 60.0,
         max_attempts: int | None = 5,
         outage_timeout: float = 0.0,
+        watch: Watch | None = None,
         clock: Clock = SYSTEM_CLOCK,
         rng: random.Random | None = None,
     ) -> None:
@@ -135,7 +137,7 @@ class LeasedWork:
         self._max_attempts = max_attempts
         self.owner = f"{check_learner_id(learner_id)}-{self._nonce()}"
         self._heart = Heartbeat(mailbox, keys.beat(self.owner), interval=lease / 5, clock=clock)
-        self._watch = Watch(mailbox, lease=lease, clock=clock)
+        self._watch = watch or Watch(self._mailbox, lease=lease, clock=clock)
         self._standings: dict[str, _Standing] = {}
         self._lock = threading.Lock()  # never held over a mailbox operation
 
@@ -223,9 +225,16 @@ class LeasedWork:
             )
         return standing
 
-    def decide(self, item: str, *, status: Status, value: object = None, error: str = "") -> Outcome:
-        """Commit an outcome without running anything, unless there is one. Returns the one that stands."""
-        return self._settle(Outcome(item=item, status=status, nonce=self._nonce(), owner=self.owner, value=_raw(value, item), error=error))
+    def decide(self, item: str, *, status: Status, value: object = None, error: str = "", claim: Claim | None = None) -> Outcome:
+        """Commit an outcome that any party would decide alike, unless there is one. Returns the one that stands.
+
+        ``claim``: a claim on the item that ends with it.
+        """
+        decided = Outcome(item=item, status=status, nonce=self._nonce(), owner=self.owner, value=_raw(value, item), error=error)
+        outcome = self._settle(decided)
+        if claim is not None:
+            self._heart.drop(claim.nonce, tell=False)
+        return outcome
 
     def release(self, claim: Claim) -> None:
         """Give ``claim`` up unfinished: others may take the item as soon as they see the next beat."""
