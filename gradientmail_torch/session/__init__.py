@@ -1,6 +1,6 @@
 """A learner's part in a run: joining, publishing, aligning, merging, leaving."""
 
-from gradientmail_torch.session.align import align
+from gradientmail_torch.session.alignment import align
 from gradientmail_torch.session.session import Session, Stats
 from gradientmail_torch.session.settings import Settings
 

@@ -290,12 +290,14 @@ class Replica:
             staged.correction, staged.prepared_for = correction, state
         return True
 
-    def call(self, fragment: Fragment, version: int) -> None:
-        """Another learner has contributed to the round that leads to ``version``."""
+    def call(self, fragment: Fragment, version: int) -> bool:
+        """Another learner has contributed to the round that leads to ``version``. True when that is news."""
         with self.lock:
-            if fragment.known + 1 == version and fragment.pending is None:
-                fragment.called = True
             fragment.hint = max(fragment.hint, version - 1)
+            if fragment.called or fragment.pending is not None or fragment.known + 1 != version:
+                return False
+            fragment.called = True
+            return True
 
 
 def note_outcome(pending: Pending, commit: Commit) -> None:

@@ -13,6 +13,7 @@ from uuid import uuid4
 from torch import nn
 
 from gradientmail_torch import keys
+from gradientmail_torch.algorithms.adoption import Outcome
 from gradientmail_torch.algorithms.algorithm import Algorithm, DecoupledDiLoCo
 from gradientmail_torch.algorithms.layout import describe, split
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
@@ -144,15 +145,17 @@ class Session:
 
     # --- training --------------------------------------------------------------------------------------
 
-    def step(self, samples: int) -> None:
-        """Say that one optimizer step on ``samples`` samples has been made. Adopts and contributes what is due.
+    def step(self, samples: int, *, steps: int = 1) -> None:
+        """Say that an optimizer step on ``samples`` samples has been made. Adopts and contributes what is due.
+
+        ``steps`` is above 1 where a loop calls this less often than it steps.
 
         Raises what has gone wrong in the background: :class:`LearnerFenced`, or :class:`BackgroundFailure`.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ConfigError(f"samples must be a whole number of at least 1, not {samples!r}: count the samples of the optimizer step")
         replica = self._joined()
-        replica.count(1, samples)
+        replica.count(steps, samples)
         if self._attention or replica.total.steps >= self._next_due:
             self._boundary(replica)
 
@@ -247,12 +250,15 @@ class Session:
         if missing:
             raise RunTimeout(f"{self.learner_id} left after {timeout:g} s without {missing}; {self._who_is_there()}")
 
-    def leave(self, timeout: float = 10.0) -> None:
-        """Leave the run, publishing what can be published within ``timeout`` seconds. Never raises for the rest."""
+    def leave(self, timeout: float = 10.0, *, contribute: bool = True) -> None:
+        """Leave the run, publishing what can be published within ``timeout`` seconds. Never raises for the rest.
+
+        ``contribute=False`` only waits for what is on its way, where the parameters cannot be read any more.
+        """
         if self._closed:
             return
         try:
-            missing = self._finish(timeout)
+            missing = self._finish(timeout, contribute=contribute)
             if missing:
                 log.warning("%s leaves without %s", self.learner_id, missing)
         except GradientMailError as error:
@@ -260,19 +266,19 @@ class Session:
         finally:
             self._end()
 
-    def _finish(self, timeout: float) -> str:
+    def _finish(self, timeout: float, *, contribute: bool = True) -> str:
         """Contribute and adopt until nothing is left or time is up; returns what is missing."""
         replica = self._joined()
         deadline = self._clock.monotonic() + timeout
         self._membership.state = "leaving"
         self._engine.wake("heartbeat")
         while True:
-            self._exchange(replica)
-            for fragment in replica.fragments:
-                if fragment.pending is None and fragment.staged is None and replica.uncontributed(fragment).steps:
-                    replica.contribute(fragment, uuid4().hex)
-                    self._engine.wake("publisher")
-            left = self._left(replica)
+            if contribute:
+                self._exchange(replica)
+                self._contribute_rest(replica)
+            else:
+                self._raise_failure()
+            left = self._left(replica, on_its_way_only=not contribute)
             if not left:
                 break
             if self._clock.monotonic() >= deadline:
@@ -280,10 +286,18 @@ class Session:
             self._wait(deadline)
         return self._commit_last_rounds(deadline)
 
-    def _left(self, replica: Replica) -> str:
+    def _contribute_rest(self, replica: Replica) -> None:
+        for fragment in replica.fragments:
+            if fragment.pending is None and fragment.staged is None and replica.uncontributed(fragment).steps:
+                replica.contribute(fragment, uuid4().hex)
+                self._engine.wake("publisher")
+
+    def _left(self, replica: Replica, *, on_its_way_only: bool) -> str:
         """What of this learner's work is in no commit yet, in words."""
         for fragment in replica.fragments:
-            steps = replica.uncontributed(fragment).steps + (fragment.pending.work.steps if fragment.pending else 0)
+            steps = fragment.pending.work.steps if fragment.pending and fragment.pending.outcome is Outcome.OPEN else 0
+            if not on_its_way_only:
+                steps = replica.uncontributed(fragment).steps + (fragment.pending.work.steps if fragment.pending else 0)
             if steps:
                 return f"{steps} steps of fragment {fragment.index}, which wait for version {fragment.known + 1}"
         return ""
@@ -293,15 +307,18 @@ class Session:
         while True:
             ticks = self._engine.syncer.ticks
             self._engine.wake("observer", "syncer")
-            while self._engine.syncer.ticks <= ticks + 1 and self._clock.monotonic() < deadline:
+            while self._engine.syncer.ticks < ticks + 2:  # the first may have begun before our last commit
+                if self._clock.monotonic() >= deadline:
+                    return self._open_round()
                 self._raise_failure()
+                self._clock.sleep(self._settings.poll_interval / 2)
                 self._engine.wake("syncer")
-                self._wait(deadline)
             if self._membership.others("joining", "training", "waiting") or not self._engine.syncer.open_rounds:
                 return ""
-            if self._clock.monotonic() >= deadline:
-                index, version = min(self._engine.syncer.open_rounds)
-                return f"the commit of fragment {index}, version {version}, to which others have contributed"
+
+    def _open_round(self) -> str:
+        index, version = min(self._engine.syncer.open_rounds, default=(0, 0))
+        return f"the commit of fragment {index}, version {version}, to which others have contributed"
 
     def _wait(self, deadline: float) -> None:
         left = deadline - self._clock.monotonic()

@@ -100,8 +100,7 @@ class Syncer:
                 self._replica.call(fragment, version)  # its predecessor is committed: a hint
                 self._signals.hinted()
             elif version == fragment.known + 1:
-                if contributors - {self._life.learner_id}:
-                    self._replica.call(fragment, version)
+                if contributors - {self._life.learner_id} and self._replica.call(fragment, version):
                     self._signals.called()
                 self._consider(fragment, version, contributors)
         self._watches = {key: watch for key, watch in self._watches.items() if key in rounds}

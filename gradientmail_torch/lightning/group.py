@@ -1,0 +1,87 @@
+"""The processes of one node: rank 0 holds the session and leads, the others do to their model what it tells them.
+
+Ranks here are node-local. Nothing of this ever crosses to another node; between nodes there is only the mailbox.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning.pytorch.strategies import Strategy
+
+from gradientmail_torch.errors import GradientMailError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Group:
+    """Runs pieces of work on rank 0, which may have the other ranks carry out operations meanwhile."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.rank = int(strategy.global_rank)  # type: ignore[attr-defined]
+        self.size = int(getattr(strategy, "world_size", 1))
+        self._operations: dict[str, Callable[..., object]] = {}
+        self._detached = False
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank follows: it is the only one, or the group has broken up."""
+        return self.size == 1 or self._detached
+
+    def detach(self) -> None:
+        """Stop leading: after an exception the other ranks no longer answer, and a collective would hang."""
+        self._detached = True
+
+    def operation(self, name: str, action: Callable[..., object]) -> None:
+        """Have ``action(*arguments)`` done by the followers whenever the leader says :meth:`everyone` ``name``."""
+        self._operations[name] = action
+
+    def everyone(self, name: str, *arguments: object) -> None:
+        """On rank 0, within :meth:`lead`: have the followers begin an operation. The leader does its own part."""
+        if not self.alone:
+            self._strategy.broadcast(("do", name, arguments), src=0)
+
+    def lead(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on rank 0 and give its result, which must be picklable, to every rank.
+
+        What it raises is raised on every rank.
+        """
+        if self.alone:
+            return work()
+        return self._lead(work) if self.leads else self._follow()
+
+    def _lead(self, work: Callable[[], T]) -> T:
+        try:
+            result = work()
+        except BaseException as error:
+            self._strategy.broadcast(("raise", type(error).__name__, (str(error),)), src=0)
+            raise
+        self._strategy.broadcast(("return", "", (result,)), src=0)
+        return result
+
+    def _follow(self) -> Any:
+        while True:
+            message: tuple[str, str, tuple[Any, ...]] = ("", "", ())
+            verb, name, arguments = self._strategy.broadcast(message, src=0)
+            match verb:
+                case "do":
+                    self._operations[name](*arguments)
+                case "return":
+                    return arguments[0]
+                case _:
+                    raise GradientMailError(f"rank 0 of this node failed: {name}: {arguments[0]}")
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank of the node."""
+        if self.alone:
+            return flag
+        return bool(self._strategy.reduce_boolean_decision(flag, all=False))
