@@ -23,6 +23,7 @@ the fence.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -34,7 +35,7 @@ import msgspec
 
 from gradientmail_torch import messages
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
-from gradientmail_torch.errors import ConfigError, CorruptObject, WorkFenced
+from gradientmail_torch.errors import ConfigError, CorruptObject, InvalidName, WorkFenced
 from gradientmail_torch.keys import WorkKeys, check_learner_id, parse_claim
 from gradientmail_torch.mailbox import Mailbox, RetryingMailbox
 from gradientmail_torch.messages import Count, Nonce, Record
@@ -264,16 +265,19 @@ class LeasedWork:
 
     def _find(self, item: str) -> _Standing | None:
         """The newest claim of ``item``: one listing, of this item alone, and one GET."""
-        attempts = [parse_claim(key).attempt for key in self._mailbox.list(self._keys.claims(item))]
-        if not attempts:
+        newest = 0
+        for listed in self._mailbox.list(self._keys.claims(item)):
+            with contextlib.suppress(InvalidName):  # not ours
+                newest = max(newest, parse_claim(listed).attempt)
+        if not newest:
             return None
-        key = self._keys.claim(item, max(attempts))
+        key = self._keys.claim(item, newest)
         try:
             record = messages.read(self._mailbox, _ClaimRecord, key)
         except CorruptObject as error:
             log.warning("%s: it is taken over after a lease", error)
             record = None
-        standing = _Standing(attempt=max(attempts), record=record or _ClaimRecord(nonce="0" * 16, owner="nobody", beat=0))
+        standing = _Standing(attempt=newest, record=record or _ClaimRecord(nonce="0" * 16, owner="nobody", beat=0))
         with self._lock:
             self._standings[item] = standing
         return standing

@@ -1,0 +1,49 @@
+"""Parties on clocks of their own, for tests in one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import pytest
+
+from gradientmail_torch.clock import Task
+from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.testing.clock import ManualClock
+from gradientmail_torch.testing.faults import CrashAfter, CrashBefore
+
+
+class _Ended:
+    def join(self, timeout: float | None = None) -> bool:
+        return True
+
+
+class QuietClock(ManualClock):
+    """A manual clock whose background threads never get to run, as on a machine that hangs: no heart beats on it."""
+
+    def spawn(self, target: Callable[[], None], *, name: str) -> Task:
+        return _Ended()
+
+
+@pytest.fixture
+def quiet_clock() -> type[QuietClock]:
+    return QuietClock
+
+
+def dies_at(mailbox: Mailbox, number: int, *, after: bool) -> Mailbox:
+    """A process's way to ``mailbox`` that is killed before or after its request ``number``, and silent from then on."""
+    before_count, after_count = count(1), count(1)
+    limit = number + 1 if after else number
+    inner = CrashAfter(mailbox, lambda operation, key: next(after_count) == number) if after else mailbox
+    return CrashBefore(inner, lambda operation, key: next(before_count) >= limit)
+
+
+@pytest.fixture
+def killed() -> Callable[..., Mailbox]:
+    return dies_at
+
+
+@pytest.fixture
+def deaths() -> Callable[[], Iterator[tuple[int, bool]]]:
+    """Every place to die at, first to last: before and after each request. The caller stops when one is not reached."""
+    return lambda: ((number, after) for number in count(1) for after in (False, True))
