@@ -1,0 +1,176 @@
+"""Which tensors travel, and how they are divided into fragments."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gradientmail_torch.algorithms.layout import AUTO_FRAGMENT_BYTES, MAX_AUTO_FRAGMENTS, Layout, check_same, describe, split, travelling
+from gradientmail_torch.errors import ConfigError, RunMismatch
+from gradientmail_torch.messages import TensorSpec
+
+quick = settings(deadline=None, max_examples=60)
+
+
+def spec(name: str, *shape: int, **changes: object) -> TensorSpec:
+    return TensorSpec(**{"name": name, "shape": shape, "dtype": "float32", **changes})  # type: ignore[arg-type]
+
+
+def names(layout: Layout) -> list[list[str]]:
+    return [[spec.name for spec in fragment] for fragment in layout]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.hidden = nn.Linear(4, 4)
+        self.output = nn.Linear(4, 10, bias=False)
+        self.output.weight = self.embedding.weight
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+
+# --- what travels ------------------------------------------------------------------------------------
+
+
+def test_tied_parameters_travel_once_and_count_as_embeddings() -> None:
+    specs = {spec.name: spec for spec in describe(Tied())}
+    assert "output.weight" not in specs
+    assert specs["embedding.weight"].embedding
+    assert not specs["hidden.weight"].embedding
+
+
+def test_a_head_that_is_named_before_the_embedding_it_is_tied_to_is_one() -> None:
+    model = nn.ModuleDict({"a_head": nn.Linear(4, 10, bias=False), "b_embedding": nn.Embedding(10, 4)})
+    model["a_head"].weight = model["b_embedding"].weight
+    (only,) = describe(model)
+    assert (only.name, only.embedding) == ("a_head.weight", True)
+
+
+def test_frozen_parameters_never_travel() -> None:
+    model = Tied()
+    model.hidden.requires_grad_(False)
+    assert not [name for name in travelling(model) if name.startswith("hidden")]
+
+
+def test_persistent_buffers_travel_with_their_types_unless_turned_off() -> None:
+    buffers = {spec.name: spec.dtype for spec in describe(Tied()) if spec.kind == "buffer"}
+    assert buffers == {"norm.running_mean": "float32", "norm.running_var": "float32", "norm.num_batches_tracked": "int64"}
+    assert not [spec for spec in describe(Tied(), buffers=False) if spec.kind == "buffer"]
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    for model in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(3, affine=False)):
+        with pytest.raises(ConfigError, match="no trainable parameters"):
+            describe(model)
+
+
+# --- fragments ---------------------------------------------------------------------------------------
+
+
+def test_buffers_travel_with_the_last_fragment() -> None:
+    layout = split(describe(Tied()), 3)
+    assert [spec.name for spec in layout[-1] if spec.kind == "buffer"] == [
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
+    assert not [spec for fragment in layout[:-1] for spec in fragment if spec.kind == "buffer"]
+
+
+def test_tensors_keep_the_models_order_within_a_fragment() -> None:
+    assert names(split([spec("a", 1), spec("b", 5), spec("c", 2)], 1)) == [["a", "b", "c"]]
+
+
+def test_there_are_no_more_fragments_than_parameters() -> None:
+    assert names(split([spec("a", 1), spec("b", 2)], 9)) == [["b"], ["a"]]
+
+
+def test_the_number_of_fragments_grows_with_the_model_up_to_the_papers() -> None:
+    per_tensor = AUTO_FRAGMENT_BYTES // 8  # half a fragment of fp32
+
+    def automatic(tensors: int) -> int:
+        return len(split([spec(f"t{i}", per_tensor) for i in range(tensors)], None))
+
+    assert [automatic(n) for n in (1, 2, 3, 8)] == [1, 1, 2, 4]
+    assert automatic(200) == MAX_AUTO_FRAGMENTS
+
+
+@quick
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=7), count=st.integers(1, 3))
+def test_the_heaviest_fragment_is_at_most_four_thirds_of_the_best_possible(sizes: list[int], count: int) -> None:
+    layout = split([spec(f"t{i}", size) for i, size in enumerate(sizes)], count)
+    bins = len(layout)
+
+    def heaviest(places: tuple[int, ...]) -> int:
+        return max(sum(max(1, size) for size, place in zip(sizes, places, strict=True) if place == one) for one in range(bins))
+
+    best = min(heaviest(places) for places in product(range(bins), repeat=len(sizes)))
+    ours = max(sum(max(1, spec.numel) for spec in fragment) for fragment in layout)
+    assert 3 * ours <= 4 * best
+
+
+@quick
+@given(sizes=st.lists(st.integers(0, 10**6), min_size=1, max_size=60), count=st.none() | st.integers(1, 30), buffers=st.integers(0, 3))
+def test_every_tensor_is_in_exactly_one_fragment_and_all_agree(sizes: list[int], count: int | None, buffers: int) -> None:
+    specs = [spec(f"t{i}", size) for i, size in enumerate(sizes)] + [spec(f"b{i}", 2, kind="buffer") for i in range(buffers)]
+    layout = split(specs, count)
+    assert sorted(name for fragment in names(layout) for name in fragment) == sorted(s.name for s in specs)
+    assert all(layout)
+    assert split(specs, count) == layout
+
+
+# --- comparing layouts -------------------------------------------------------------------------------
+
+OURS: Layout = ((spec("a", 2, 3), spec("b", 2)), (spec("c", 4), spec("n", dtype="int64", kind="buffer")))
+
+
+def changed(tensor: str, /, **changes: object) -> Layout:
+    def change(old: TensorSpec) -> TensorSpec:
+        fields = {field: getattr(old, field) for field in ("name", "shape", "dtype", "kind", "embedding")}
+        return TensorSpec(**fields | changes) if old.name == tensor else old  # type: ignore[arg-type]
+
+    return tuple(tuple(change(spec) for spec in fragment) for fragment in OURS)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "text"),
+    [
+        (changed("b", name="B"), r"tensor 'B' is in the run only"),
+        (OURS[:1], r"tensor 'c' is in this model only"),
+        (changed("a", shape=(3, 2)), r"tensor 'a' has shape \(2, 3\) here and \(3, 2\) in the run"),
+        (changed("c", kind="buffer"), r"tensor 'c' has kind parameter here and buffer in the run"),
+        (changed("n", dtype="float32"), r"tensor 'n' has number type False here and True in the run"),
+        ((OURS[0] + OURS[1],), r"tensor 'c' has fragment 1 here and 0 in the run"),
+    ],
+)
+def test_the_first_difference_of_two_layouts_is_named_with_the_cure(theirs: Layout, text: str) -> None:
+    with pytest.raises(RunMismatch, match=text + r".*new mailbox prefix"):
+        check_same(OURS, theirs)
+
+
+def test_the_first_of_several_differences_is_the_one_that_is_named() -> None:
+    theirs = (tuple(spec(s.name, 9, 9) for s in OURS[0]), OURS[1])
+    with pytest.raises(RunMismatch, match="'a'"):
+        check_same(OURS, theirs)
+
+
+def test_floating_types_may_differ() -> None:
+    check_same(OURS, changed("a", dtype="bfloat16"))
+
+
+@quick
+@given(st.permutations(range(4)))
+def test_another_order_within_a_fragment_is_a_difference(order: list[int]) -> None:
+    theirs = tuple(tuple(sorted(fragment, key=lambda s: order["abcn".index(s.name)])) for fragment in OURS)
+    if theirs == OURS:
+        check_same(OURS, theirs)
+    else:
+        with pytest.raises(RunMismatch, match="place in its fragment"):
+            check_same(OURS, theirs)
