@@ -74,20 +74,21 @@ def split(specs: Sequence[TensorSpec], count: int | None) -> Layout:
 def check_same(ours: Layout, theirs: Layout) -> None:
     """Raises :class:`RunMismatch` naming the first tensor in which two layouts differ. Floating types may."""
 
-    def flat(layout: Layout) -> dict[str, tuple[int, TensorSpec]]:
-        return {spec.name: (fragment, spec) for fragment, specs in enumerate(layout) for spec in specs}
+    def flat(layout: Layout) -> dict[str, tuple[int, int, TensorSpec]]:
+        return {spec.name: (fragment, place, spec) for fragment, specs in enumerate(layout) for place, spec in enumerate(specs)}
 
     mine, run = flat(ours), flat(theirs)
     cure = "start the same model as the run's founder, or use a new mailbox prefix"
     for name in [*run, *mine]:
         if name not in mine or name not in run:
             raise RunMismatch(f"tensor {name!r} is in {'the run' if name in run else 'this model'} only: {cure}")
-        (fragment, spec), (run_fragment, run_spec) = mine[name], run[name]
+        (fragment, place, spec), (run_fragment, run_place, run_spec) = mine[name], run[name]
         for what, a, b in (
             ("shape", spec.shape, run_spec.shape),
             ("kind", spec.kind, run_spec.kind),
             ("number type", spec.floating, run_spec.floating),
             ("fragment", fragment, run_fragment),
+            ("place in its fragment", place, run_place),
         ):
             if a != b:
                 raise RunMismatch(f"tensor {name!r} has {what} {a} here and {b} in the run: {cure}")

@@ -50,7 +50,8 @@ def choose(rule: Literal["auto", "mean", "rda"], contributions: int) -> Method:
 def clip_factors(norms: Sequence[Sequence[float]], steps: Sequence[int]) -> list[dict[int, float]]:
     """For each contribution, the factors by tensor that bring its norm *per step* down to 3 × the median.
 
-    Plain norms would cut down the one full contribution beside several that were called early.
+    Plain norms would cut down the one full contribution beside several that were called early. A tensor that
+    most have not moved at all (an expert, a branch) has no measure to go by and is left as it is.
     """
     factors: list[dict[int, float]] = [{} for _ in steps]
     if len(steps) < 3:
@@ -59,7 +60,7 @@ def clip_factors(norms: Sequence[Sequence[float]], steps: Sequence[int]) -> list
         rates = [norm / count for norm, count in zip(of_tensor, steps, strict=True)]
         limit = CLIP_TO_MEDIANS * statistics.median(rates)
         for i, rate in enumerate(rates):
-            if rate > limit:
+            if 0 < limit < rate:
                 factors[i][tensor] = limit / rate
     return factors
 
