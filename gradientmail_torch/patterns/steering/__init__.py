@@ -1,0 +1,28 @@
+"""Steering: a Thinker decides which computations to run, task servers ("Doers") run them wherever there is a node.
+
+The names and the message format are Colmena's (0.7).
+"""
+
+from gradientmail_torch.patterns.steering.agents import agent, event_responder, result_processor, task_submitter
+from gradientmail_torch.patterns.steering.queues.base import ServerInfo, TaskQueues
+from gradientmail_torch.patterns.steering.queues.pipes import PipeQueues
+from gradientmail_torch.patterns.steering.resources import ResourceCounter
+from gradientmail_torch.patterns.steering.result import FailureInformation, ResourceRequirements, Result
+from gradientmail_torch.patterns.steering.servers.local import LocalTaskServer
+from gradientmail_torch.patterns.steering.thinker import BaseThinker
+
+__all__ = [
+    "BaseThinker",
+    "FailureInformation",
+    "LocalTaskServer",
+    "PipeQueues",
+    "ResourceCounter",
+    "ResourceRequirements",
+    "Result",
+    "ServerInfo",
+    "TaskQueues",
+    "agent",
+    "event_responder",
+    "result_processor",
+    "task_submitter",
+]

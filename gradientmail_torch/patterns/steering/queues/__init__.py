@@ -1,0 +1,1 @@
+"""How requests and results travel between a Thinker and its task servers."""

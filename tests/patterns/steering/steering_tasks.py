@@ -1,0 +1,83 @@
+"""What the task servers of the tests run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def f(x: float) -> float:
+    return x**2 - 3
+
+
+def echo(*args: Any, **kwargs: Any) -> list[Any]:
+    return [list(args), kwargs]
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def nothing() -> None:
+    pass
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def leave(code: int) -> None:
+    sys.exit(code)
+
+
+def crash(number: int = signal.SIGKILL) -> None:
+    os.kill(os.getpid(), number)
+
+
+def fail_times(count: int, folder: str) -> int:
+    """Raises ``count`` times, and then returns how often it has been called."""
+    before = len(list(Path(folder).iterdir()))
+    Path(folder, str(before)).touch()
+    if before < count:
+        raise ValueError("not yet")
+    return before + 1
+
+
+def count_up(n: int) -> Iterator[int]:
+    yield from range(n)
+    return n
+
+
+def where(_result: Any, _resources: Any) -> dict[str, Any]:
+    return {"pid": os.getpid(), "task_id": _result.task_id, "threads": _resources.cpu_threads, "attempt": _result.worker_info.attempt}
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def unpicklable() -> Any:
+    return lambda: None
+
+
+def wait_for(path: str, announce: str | None = None) -> str:
+    """Runs until there is a file ``path``; first writes its process ID to ``announce``."""
+    if announce is not None:
+        scratch = Path(f"{announce}.{os.getpid()}")
+        scratch.write_text(str(os.getpid()))
+        scratch.replace(announce)
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return path
+
+
+def kill_server(server_pid_file: str) -> None:
+    """Takes the whole node with it."""
+    os.kill(int(Path(server_pid_file).read_text()), signal.SIGKILL)
+    time.sleep(60)
