@@ -17,6 +17,7 @@ pytest.register_assert_rewrite("gradientmail_torch.testing.contract")
 pytest_plugins = ["pytester"]
 
 _ENDING_S = 10.0
+_kept: set[str] = set()  # processes of the whole session
 # Pools and helpers of other libraries, which keep threads for the life of the process.
 _FOREIGN_THREADS = ("ThreadPoolExecutor-", "asyncio_", "pydevd", "tqdm_monitor", "QueueFeederThread")
 # What Lightning and its friends set once and leave.
@@ -39,7 +40,7 @@ def _children() -> dict[str, str]:
                 found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
         except OSError:  # ended meanwhile
             continue
-    return {pid: command for pid, command in found.items() if "multiprocessing.resource_tracker" not in command}
+    return {pid: command for pid, command in found.items() if pid not in _kept and "multiprocessing.resource_tracker" not in command}
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +83,7 @@ def mailbox() -> MemoryMailbox:
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A real S3 server, started once. A test that stops or restarts it starts one of its own instead."""
     with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        _kept.add(str(server.pid))
         yield server
 
 

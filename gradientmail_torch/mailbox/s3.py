@@ -7,6 +7,7 @@ conditional write that was carried out answers "exists" for our own object; :cla
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -25,7 +26,7 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as NoConnection
 
-from gradientmail_torch.errors import MailboxDenied, MailboxError, MailboxMissing, MailboxUnavailable, MailboxUnsupported
+from gradientmail_torch.errors import ConfigError, MailboxDenied, MailboxError, MailboxMissing, MailboxUnavailable, MailboxUnsupported
 from gradientmail_torch.keys import check_key
 from gradientmail_torch.mailbox.base import Body, body_size, read_body
 
@@ -40,6 +41,9 @@ _TRANSFER = TransferConfig(
 )
 
 
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{3,255}|arn:[A-Za-z0-9:/._-]+")
+
+
 class S3Mailbox:
     """``prefix`` separates the runs of a bucket. Credentials come from boto3's usual places."""
 
@@ -47,6 +51,8 @@ class S3Mailbox:
         self.bucket = bucket
         self.prefix = check_key(prefix.strip("/")) + "/" if prefix.strip("/") else ""
         self.endpoint_url = endpoint_url
+        if not _BUCKET.fullmatch(bucket):
+            raise ConfigError(f"bucket {bucket!r} cannot be: a bucket's name is of lower-case letters, digits, '-' and '.'")
         plain_http = bool(endpoint_url and endpoint_url.startswith("http://"))
         try:
             self._client: S3Client = boto3.session.Session().client(
@@ -93,7 +99,7 @@ class S3Mailbox:
             if body_size(body) < MULTIPART_BYTES:
                 self._client.put_object(Bucket=self.bucket, Key=self._full(key), Body=read_body(body))
             else:
-                file = _Unclosed(body) if not isinstance(body, (bytes, bytearray, memoryview)) else BytesIO(body)
+                file: Any = _Unclosed(body) if not isinstance(body, (bytes, bytearray, memoryview)) else BytesIO(body)
                 self._client.upload_fileobj(file, self.bucket, self._full(key), Config=_TRANSFER)
 
     def put_if_absent(self, key: str, body: Body) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -129,7 +128,7 @@ def _rewinder(body: Body) -> Callable[[], object]:
 class Usage:
     """Requests and bytes that went through a :class:`CountingMailbox`."""
 
-    requests: Counter[str] = field(default_factory=Counter)
+    requests: dict[str, int] = field(default_factory=dict)
     """By operation: ``get``, ``put`` (conditional ones too), ``list`` (a page of 1,000 keys each), ``delete``."""
     bytes_up: int = 0
     bytes_down: int = 0
@@ -152,7 +151,7 @@ class CountingMailbox:
     def usage(self) -> Usage:
         """A copy of what has been counted so far."""
         with self._lock:
-            return Usage(Counter(self._usage.requests), self._usage.bytes_up, self._usage.bytes_down)
+            return Usage(dict(self._usage.requests), self._usage.bytes_up, self._usage.bytes_down)
 
     def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes | None:
         self._count("get")
@@ -182,7 +181,7 @@ class CountingMailbox:
 
     def _count(self, operation: str, *, requests: int = 1, up: int = 0, down: int = 0) -> None:
         with self._lock:
-            self._usage.requests[operation] += requests
+            self._usage.requests[operation] = self._usage.requests.get(operation, 0) + requests
             self._usage.bytes_up += up
             self._usage.bytes_down += down
 
@@ -195,7 +194,7 @@ class PrefixedMailbox:
         self.prefix = check_key(prefix.rstrip("/")) + "/"
 
     def __repr__(self) -> str:
-        return f"{self.inner!r}/{self.prefix}"
+        return f"{repr(self.inner).rstrip('/')}/{self.prefix}"
 
     def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes | None:
         return self.inner.get(self.prefix + check_key(key), start=start, length=length)
