@@ -1,0 +1,116 @@
+"""The key grammar: any name is kept, none leaves its place, numbers sort."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradientmail_torch import keys
+from gradientmail_torch.errors import ConfigError, InvalidName
+
+NAMES = st.text(st.characters(), min_size=1, max_size=16)
+IDS = st.from_regex(keys._LEARNER_ID, fullmatch=True)
+SMALL = st.integers(0, 9999)
+VERSIONS = st.integers(0, 10**10 - 1)
+LIVES = st.integers(0, 10**6 - 1)
+
+
+@given(NAMES)
+def test_any_name_is_one_segment_and_reads_back(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        with pytest.raises(InvalidName):
+            keys.encode_name(name)
+        return
+    segment = keys.encode_name(name)
+    assert keys.decode_name(segment) == name
+    assert "/" not in segment
+    assert keys.check_key(segment) == segment
+    assert PurePosixPath("/root", "names", segment).parent == PurePosixPath("/root/names")
+
+
+@given(NAMES, NAMES)
+def test_different_names_have_different_segments(first: str, second: str) -> None:
+    try:
+        assert (keys.encode_name(first) == keys.encode_name(second)) == (first == second)
+    except InvalidName:
+        pass
+
+
+@pytest.mark.parametrize("name", ["", None, 3, b"x", "x" * 201, "ä" * 40, "half \ud800"])
+def test_a_name_that_cannot_be_is_refused(name: object) -> None:
+    with pytest.raises(InvalidName, match="barrier name"):
+        keys.encode_name(name, what="barrier name")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("learner_id", ["", ".a", "-a", "a/b", "a b", "ä", "a" * 101, None, 3, "a\n"])
+def test_a_learner_id_that_cannot_be_is_refused(learner_id: object) -> None:
+    with pytest.raises(ConfigError, match="learner_id"):
+        keys.check_learner_id(learner_id)  # type: ignore[arg-type]
+
+
+@given(IDS)
+def test_a_learner_id_reads_the_same_in_a_key(learner_id: str) -> None:
+    assert keys.check_learner_id(learner_id) == learner_id
+    assert keys.encode_name(learner_id) == learner_id
+
+
+@given(st.text(alphabet="ab./~%\n\\ ", max_size=8))
+def test_a_legal_key_stays_below_its_root(key: str) -> None:
+    try:
+        keys.check_key(key)
+    except InvalidName:
+        return
+    path = PurePosixPath("/root", key)
+    assert str(path) == f"/root/{key}"
+    assert ".." not in path.parts
+
+
+@given(SMALL, VERSIONS, IDS)
+def test_round_keys_read_back(fragment: int, version: int, learner_id: str) -> None:
+    for key in (keys.contribution(fragment, version, learner_id), keys.data(fragment, version, learner_id, "nonce")):
+        keys.check_key(key)
+        assert keys.parse_round(key)[:2] == (fragment, version)
+    assert keys.parse_round(keys.contribution(fragment, version, learner_id)).last == learner_id
+    assert keys.parse_round(keys.commit(fragment, version)) == (fragment, version, "")
+    assert int(keys.parse_round(keys.claim(fragment, version, 7)).last) == 7
+    assert keys.contribution(fragment, version, learner_id).startswith(keys.round_prefix(fragment, version))
+    assert keys.round_prefix(fragment, version).startswith(keys.round_prefix(fragment))
+    assert keys.claim(fragment, version, 7).startswith(keys.claim_prefix(fragment, version))
+    assert keys.commit(fragment, version).startswith(keys.commit_prefix(fragment))
+
+
+@given(IDS, LIVES)
+def test_lives_read_back(learner_id: str, generation: int) -> None:
+    assert keys.parse_life(keys.learner(learner_id, generation)) == (learner_id, generation)
+    assert keys.parse_life(keys.beat(learner_id, generation)) == (learner_id, generation)
+    assert keys.learner(learner_id, generation).startswith(keys.learner_lives(learner_id))
+
+
+@given(SMALL, st.lists(VERSIONS, min_size=2), IDS)
+def test_keys_sort_as_their_numbers(fragment: int, versions: list[int], learner_id: str) -> None:
+    for build in (keys.commit, lambda p, v: keys.contribution(p, v, learner_id), lambda p, v: keys.claim(p, v, 1)):
+        assert sorted(build(fragment, version) for version in versions) == [build(fragment, version) for version in sorted(versions)]
+    assert sorted(keys.learner(learner_id, v % 10**6) for v in versions) == [
+        keys.learner(learner_id, v) for v in sorted(v % 10**6 for v in versions)
+    ]
+
+
+@pytest.mark.parametrize("key", ["rounds", "rounds/0001", "rounds/x/y/z", "rounds/0001/y/z"])
+def test_a_foreign_key_is_no_round(key: str) -> None:
+    with pytest.raises(InvalidName, match="not the key of a round"):
+        keys.parse_round(key)
+
+
+@given(NAMES, IDS)
+def test_an_arrival_lies_below_its_barrier(name: str, learner_id: str) -> None:
+    try:
+        key = keys.barrier(name, learner_id)
+    except InvalidName:
+        return
+    assert key == keys.barrier_prefix(name) + learner_id
+    assert keys.check_key(key).count("/") == 2
