@@ -184,6 +184,13 @@ class LeasedWork:
             return self._abandon(item, standing)
         return self._create(item, standing.attempt + 1)
 
+    def is_free(self, item: str) -> bool:
+        """Whether :meth:`claim` would take ``item``: observes as it does, and takes nothing. For one who has no room yet."""
+        with self._lock:
+            standing = self._standings.get(item)
+        standing = standing or self._find(item)
+        return standing is None or self._is_free(standing.record)
+
     def outcome(self, item: str) -> Outcome | None:
         """The outcome of ``item``, None while there is none: one GET."""
         found = messages.read(self._mailbox, Outcome, self._keys.outcome(item))
