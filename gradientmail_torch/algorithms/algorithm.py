@@ -13,7 +13,7 @@ from typing import Literal
 from gradientmail_torch.algorithms.adoption import AdoptionRule
 from gradientmail_torch.algorithms.merge import Method, choose
 from gradientmail_torch.algorithms.outer import OuterSGD
-from gradientmail_torch.algorithms.wire import WIRES
+from gradientmail_torch.algorithms.wire import WIRES, Wire
 from gradientmail_torch.errors import ConfigError
 
 MergeRule = Literal["auto", "mean", "rda"]
@@ -47,16 +47,18 @@ class Algorithm:
     fragments: int | None = None
     outer: OuterSGD = field(default_factory=OuterSGD)
     merge: MergeRule = "auto"
-    wire: Literal["fp32", "bf16"] = "bf16"
+    wire: Wire = "bf16"
     buffers: bool = True
     max_staleness: int = 2
 
     def __post_init__(self) -> None:
-        _require(self.sync_every >= 1, "sync_every", "at least 1 step", self.sync_every)
-        _require(self.fragments is None or self.fragments >= 1, "fragments", "None or at least 1", self.fragments)
+        _require(_whole(self.sync_every, 1), "sync_every", "at least 1 step", self.sync_every)
+        _require(self.fragments is None or _whole(self.fragments, 1), "fragments", "None or at least 1", self.fragments)
+        _require(isinstance(self.outer, OuterSGD), "outer", "an OuterSGD", self.outer)
         _require(self.merge in ("auto", "mean", "rda"), "merge", "'auto', 'mean' or 'rda'", self.merge)
         _require(self.wire in WIRES, "wire", f"one of {', '.join(WIRES)}", self.wire)
-        _require(self.max_staleness >= 1, "max_staleness", "at least 1 cycle", self.max_staleness)
+        _require(isinstance(self.buffers, bool), "buffers", "True or False", self.buffers)
+        _require(_whole(self.max_staleness, 1), "max_staleness", "at least 1 cycle", self.max_staleness)
 
     @property
     def quorum(self) -> int:
@@ -108,7 +110,7 @@ class DecoupledDiLoCo(Algorithm):
     Args:
         quorum_size: contributions that a round needs (K).
         grace: seconds that a round with its quorum waits for the others; None adapts: as long as the commit
-            would still come within ``overlap_steps`` steps, at most ``max_grace`` seconds.
+            would still come within ``overlap_steps`` steps (half a cycle unless given), at most ``max_grace`` seconds.
         round_samples: size rounds by samples over all live learners instead of by ``sync_every`` steps.
         adoption: ``rebase`` keeps local progress, ``overwrite`` takes the commit, ``mix`` goes half way.
         called: contribute early when another learner's contribution is already in the open round.
@@ -124,10 +126,11 @@ class DecoupledDiLoCo(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.quorum_size >= 1, "quorum_size", "at least 1", self.quorum_size)
-        _require(self.grace is None or self.grace >= 0, "grace", "None or at least 0 seconds", self.grace)
-        _require(self.max_grace >= 0, "max_grace", "at least 0 seconds", self.max_grace)
-        _require(self.round_samples is None or self.round_samples >= 1, "round_samples", "None or at least 1", self.round_samples)
+        _require(_whole(self.quorum_size, 1), "quorum_size", "at least 1", self.quorum_size)
+        _require(self.grace is None or _seconds(self.grace), "grace", "None or at least 0 seconds", self.grace)
+        _require(_seconds(self.max_grace), "max_grace", "at least 0 seconds", self.max_grace)
+        _require(self.overlap_steps is None or _whole(self.overlap_steps, 0), "overlap_steps", "None or at least 0", self.overlap_steps)
+        _require(self.round_samples is None or _whole(self.round_samples, 1), "round_samples", "None or at least 1", self.round_samples)
         _require(self.adoption in ("rebase", "overwrite", "mix"), "adoption", "'rebase', 'overwrite' or 'mix'", self.adoption)
 
     @classmethod
@@ -171,7 +174,7 @@ class _Synchronous(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.parties >= 1, "parties", "at least 1", self.parties)
+        _require(_whole(self.parties, 1), "parties", "at least 1", self.parties)
 
     @property
     def quorum(self) -> int:
@@ -197,7 +200,7 @@ class DiLoCo(_Synchronous):
 
     outer: OuterSGD = field(default_factory=lambda: OuterSGD(lr=0.7, momentum=0.9, warmup=False))
     merge: MergeRule = "mean"
-    wire: Literal["fp32", "bf16"] = "fp32"
+    wire: Wire = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +208,15 @@ class LocalSGD(_Synchronous):
     """Every ``sync_every`` steps all ``parties`` take the weighted average of their parameters (arXiv 1805.09767)."""
 
     merge: MergeRule = "mean"
-    wire: Literal["fp32", "bf16"] = "fp32"
+    wire: Wire = "fp32"
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _require(holds: bool, field_name: str, allowed: str, value: object) -> None:

@@ -12,44 +12,73 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from gradientmail_torch.algorithms.quantize import BLOCK, code_dtype, code_shape, dequantize, quantize
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.messages import TensorSpec
 
-Wire = Literal["fp32", "bf16"]
-WIRES: tuple[str, ...] = ("fp32", "bf16")
+Wire = Literal["fp32", "bf16", "int8", "int4", "e3m0"]
+WIRES: tuple[str, ...] = ("fp32", "bf16", "int8", "int4", "e3m0")
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_SCALES = "#scales"  # a tensor's scales travel under its name and this
 _SAFETENSORS_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
     torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 MAX_HEADER_BYTES = 16 << 20
-
-
-def wire_dtype(spec: TensorSpec, wire: str) -> torch.dtype:
-    """The type in which a tensor travels: parameters in the wire format, float buffers in fp32, others as they are."""
-    if not spec.floating:
-        dtype = getattr(torch, spec.dtype, None)
-        if not isinstance(dtype, torch.dtype) or dtype not in _SAFETENSORS_NAMES:
-            raise CorruptObject(f"tensor {spec.name!r} has type {spec.dtype!r}, which cannot travel")
-        return dtype
-    return _DTYPES[wire] if spec.kind == "parameter" else torch.float32
+MAX_REASON = 300  # characters of an error's text, which may quote the object
 
 
 def encode(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], wire: str) -> bytes:
-    return save({spec.name: t.to(wire_dtype(spec, wire)).contiguous() for t, spec in zip(tensors, specs, strict=True)})
+    """Parameters in the wire format, float buffers in fp32, other buffers as they are."""
+    stored: dict[str, Tensor] = {}
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if _is_quantized(spec, wire):
+            stored[spec.name], stored[spec.name + _SCALES] = quantize(tensor, wire)
+        else:
+            stored[spec.name] = tensor.to(_plain_dtype(spec, wire)).contiguous()
+    return save(stored)
 
 
 def decode(data: bytes, specs: Sequence[TensorSpec], wire: str, *, key: str) -> list[Tensor]:
     """The tensors in layout order, floating ones as fp32. Raises :class:`CorruptObject` naming ``key``."""
     if wire not in WIRES:
         raise CorruptObject(f"{key!r} is in the unknown wire format {wire!r}")
-    _check_header(data, {spec.name: (wire_dtype(spec, wire), spec.shape) for spec in specs}, key)
-    tensors = load(data)
-    return [tensors[spec.name].to(torch.float32) if spec.floating else tensors[spec.name] for spec in specs]
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for spec in specs:
+        if _is_quantized(spec, wire):
+            shape = code_shape(spec.numel, wire)
+            expected[spec.name] = (code_dtype(wire), shape)
+            expected[spec.name + _SCALES] = (torch.bfloat16, shape[:1])
+        else:
+            expected[spec.name] = (_plain_dtype(spec, wire), spec.shape)
+    _check_header(data, expected, key)
+    stored = load(data)
+    return [_decoded(stored, spec, wire) for spec in specs]
+
+
+def _decoded(stored: Mapping[str, Tensor], spec: TensorSpec, wire: str) -> Tensor:
+    if _is_quantized(spec, wire):
+        return dequantize(stored[spec.name], stored[spec.name + _SCALES], wire, spec.shape)
+    return stored[spec.name].to(torch.float32) if spec.floating else stored[spec.name]
+
+
+def _is_quantized(spec: TensorSpec, wire: str) -> bool:
+    """Whether a tensor travels in blocks; what would not fill one travels in bf16."""
+    return wire in BLOCK and spec.kind == "parameter" and spec.numel >= BLOCK[wire]
+
+
+def _plain_dtype(spec: TensorSpec, wire: str) -> torch.dtype:
+    if not spec.floating:
+        dtype = getattr(torch, spec.dtype, None)
+        if not isinstance(dtype, torch.dtype) or dtype not in _SAFETENSORS_NAMES:
+            raise CorruptObject(f"tensor {spec.name!r} has type {spec.dtype!r}, which cannot travel")
+        return dtype
+    return _DTYPES.get(wire, torch.bfloat16) if spec.kind == "parameter" else torch.float32
 
 
 def limit_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -81,4 +110,4 @@ def _check_header(data: bytes, expected: Mapping[str, tuple[torch.dtype, tuple[i
         if position != len(data) - 8 - length:
             raise ValueError("it is truncated or has a tail")
     except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
-        raise CorruptObject(f"{key!r} does not hold the tensors of its fragment: {error}") from error
+        raise CorruptObject(f"{key!r} does not hold the tensors of its fragment: {str(error)[:MAX_REASON]}") from error
