@@ -22,6 +22,10 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Nonce = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8,64}$")]
 Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 
+MAX_STEPS = 10**9
+MAX_SAMPLES = 10**12
+"""Bounds on a contribution, so that every weight is sound in fp32 and can be written into a commit."""
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Base of all records. Unknown fields are ignored, so that a later minor version can add some."""
@@ -115,8 +119,8 @@ class Contribution(Record, frozen=True, kw_only=True):
     nonce: Nonce
     learner_id: Name
     generation: Count
-    steps: Annotated[int, msgspec.Meta(ge=1)]
-    samples: Annotated[int, msgspec.Meta(ge=1)]
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)]
+    samples: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
     norms: tuple[Annotated[float, msgspec.Meta(ge=0)], ...]
     """L2 norm of each tensor's delta, in layout order; 0 for buffers."""
     anchor: str
@@ -235,3 +239,5 @@ def check_manifest(manifest: Manifest) -> None:
         raise RunMismatch(
             f"the run was founded with protocol {manifest.protocol}, this package speaks {PROTOCOL}: install the version that founded it"
         )
+    if len(manifest.initial) != len(manifest.layout):
+        raise CorruptObject(f"the run's manifest has {len(manifest.layout)} fragments and {len(manifest.initial)} initial values")
