@@ -207,7 +207,9 @@ def test_the_order_of_contributions_matters_by_rounding_alone(case: tuple[list[T
 
 @quick
 @given(rounds(least=2), rounds(least=2), st.sampled_from(["mean", "rda"]))
-def test_tensors_are_merged_each_by_itself(a: tuple[list[Tensor], list[float]], b: tuple[list[Tensor], list[float]], method: Method) -> None:
+def test_tensors_are_merged_each_by_itself(
+    a: tuple[list[Tensor], list[float]], b: tuple[list[Tensor], list[float]], method: Method
+) -> None:
     count = min(len(a[0]), len(b[0]))
     pairs = [[x, y] for x, y in zip(a[0][:count], b[0][:count], strict=True)]
     specs = [spec(pairs[0][0].numel(), name="x"), spec(pairs[0][1].numel(), name="y")]

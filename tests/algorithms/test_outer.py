@@ -31,7 +31,9 @@ def path(outer: OuterSGD, start: list[Tensor], deltas: list[list[Tensor]], specs
     return seen
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{c['lr']}-{c['momentum']}-{'nesterov' if c['nesterov'] else 'plain'}-{c['warmup']}")
+@pytest.mark.parametrize(
+    "case", GOLDEN, ids=lambda c: f"{c['lr']}-{c['momentum']}-{'nesterov' if c['nesterov'] else 'plain'}-{c['warmup']}"
+)
 def test_golden_files_in_float64(case: dict) -> None:
     outer = OuterSGD(lr=case["lr"], momentum=case["momentum"], nesterov=case["nesterov"], warmup=case["warmup"])
     deltas = [[torch.tensor(delta)] for delta in case["deltas"]]

@@ -60,18 +60,22 @@ def main() -> None:
         vectors = [vector(length, scale) for scale in scales]
         merges.append({"weights": weights, "vectors": vectors, "mean": mean(weights, vectors), "rda": rda(weights, vectors)})
     a = vector(6)
-    for weights, vectors in [([1.0, 1.0], [a, [-x for x in a]]), ([2.0, 1.0, 1.0], [a, [0.0] * 6, [-x for x in a]]), ([1.0, 3.0], [[0.0] * 6] * 2)]:
+    for weights, vectors in [
+        ([1.0, 1.0], [a, [-x for x in a]]),
+        ([2.0, 1.0, 1.0], [a, [0.0] * 6, [-x for x in a]]),
+        ([1.0, 3.0], [[0.0] * 6] * 2),
+    ]:
         merges.append({"weights": weights, "vectors": vectors, "mean": mean(weights, vectors), "rda": rda(weights, vectors)})
     (HERE / "merge.json").write_text(json.dumps(merges, indent=1) + "\n")
 
     deltas = [vector(4) for _ in range(6)]
     outers = [
-        {"lr": lr, "momentum": momentum, "nesterov": nesterov, "warmup": warmup, "deltas": deltas, "path": sgd(deltas, lr, momentum, nesterov, warmup)}
-        for lr, momentum, nesterov, warmup in [
+        {"lr": lr, "momentum": m, "nesterov": n, "warmup": w, "deltas": deltas, "path": sgd(deltas, lr, m, n, w)}
+        for lr, m, n, w in [
             *((1.0, 0.0, True, True), (0.7, 0.9, True, False), (0.7, 0.9, True, True)),
             *((0.7, 0.5, False, False), (0.5, 0.9, False, True)),
         ]
-    ]  # fmt: skip
+    ]
     (HERE / "outer.json").write_text(json.dumps(outers, indent=1) + "\n")
 
 
