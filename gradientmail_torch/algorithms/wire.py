@@ -57,7 +57,10 @@ def decode(data: bytes, specs: Sequence[TensorSpec], wire: str, *, key: str) -> 
         else:
             expected[spec.name] = (_plain_dtype(spec, wire), spec.shape)
     _check_header(data, expected, key)
-    stored = load(data)
+    try:
+        stored = load(data)
+    except SafetensorError as error:  # it is stricter than JSON is
+        raise CorruptObject(f"{key!r} does not hold the tensors of its fragment: {error}") from error
     return [_decoded(stored, spec, wire) for spec in specs]
 
 
