@@ -180,6 +180,12 @@ def barrier(name: str, learner_id: str) -> str:
     return barrier_prefix(name) + encode_name(learner_id, what="learner_id")
 
 
+def parse_arrival(key: str) -> str | None:
+    """The learner ID of a ``barriers/`` key; None where something else lies there, such as a file manager's file."""
+    _, _, learner_id = key.split("/", 2)
+    return learner_id if _LEARNER_ID.fullmatch(learner_id) else None
+
+
 @dataclass(frozen=True, slots=True)
 class WorkKeys:
     """The keys of leased work (:mod:`gradientmail_torch.patterns.leased_work`) below ``root``, which ends with ``/``."""

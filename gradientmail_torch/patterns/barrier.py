@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 
 from gradientmail_torch import keys
@@ -40,8 +41,10 @@ class Barrier:
         outage_timeout: float = 600.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        if poll_interval <= 0:
-            raise ConfigError(f"poll_interval must be above 0 seconds, not {poll_interval}")
+        if not (_is_number(poll_interval) and 0 < poll_interval < math.inf):
+            raise ConfigError(f"poll_interval must be a number of seconds above 0, not {poll_interval!r}")
+        if not (_is_number(outage_timeout) and outage_timeout >= 0):
+            raise ConfigError(f"outage_timeout must be at least 0 seconds, not {outage_timeout!r}")
         self._learner_id = keys.check_learner_id(learner_id)
         self._mailbox = open_mailbox(mailbox, clock=clock)
         self._poll_interval = poll_interval
@@ -57,7 +60,7 @@ class Barrier:
         """
         if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
             raise ConfigError(f"parties must be a whole number of at least 1, not {parties!r}")
-        if timeout is not None and not timeout >= 0:
+        if timeout is not None and not (_is_number(timeout) and timeout >= 0):
             raise ConfigError(f"timeout must be None or at least 0 seconds, not {timeout!r}")
         keys.encode_name(name, what="barrier name")
         with waiting(repr(self._mailbox), self._learner_id):
@@ -93,4 +96,9 @@ class Barrier:
             self._clock.sleep(left)
 
     def _arrived(self, name: str) -> list[str]:
-        return [keys.decode_name(keys.last_segment(key)) for key in self._mailbox.list(keys.barrier_prefix(name))]
+        found = map(keys.parse_arrival, self._mailbox.list(keys.barrier_prefix(name)))
+        return [learner_id for learner_id in found if learner_id]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

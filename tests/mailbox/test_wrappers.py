@@ -55,7 +55,7 @@ def test_a_usage_is_a_copy(mailbox: MemoryMailbox) -> None:
     box = CountingMailbox(mailbox)
     before = box.usage
     box.get("a")
-    assert before.requests["get"] == 0
+    assert before.requests == {}
 
 
 def test_a_prefix_hides_everything_else(mailbox: MemoryMailbox) -> None:
