@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from itertools import count
 
@@ -44,6 +45,38 @@ def killed() -> Callable[..., Mailbox]:
 
 
 @pytest.fixture
-def deaths() -> Callable[[], Iterator[tuple[int, bool]]]:
-    """Every place to die at, first to last: before and after each request. The caller stops when one is not reached."""
-    return lambda: ((number, after) for number in count(1) for after in (False, True))
+def deaths(request: pytest.FixtureRequest) -> Callable[..., Iterator[tuple[int, bool]]]:
+    """Every place to die at, first to last: before and after each request. The caller stops when one is not reached.
+
+    Over a network, where that takes long, only every ``stride``-th, which is what all backends have in common.
+    """
+
+    def places(stride: int = 1) -> Iterator[tuple[int, bool]]:
+        step = stride if "s3_server" in request.fixturenames else 1
+        return ((number, after) for number in count(1, step) for after in (False, True))
+
+    return places
+
+
+def run_in_threads(count: int, run: Callable[[int], None]) -> None:
+    failures: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            run(number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.fixture
+def in_threads() -> Callable[[int, Callable[[int], None]], None]:
+    """Calls ``run(0)`` to ``run(count - 1)`` at the same time and raises what one of them raised."""
+    return run_in_threads

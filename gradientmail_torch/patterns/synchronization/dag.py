@@ -46,10 +46,8 @@ class Dag:
     @staticmethod
     def of_edges(edges: Mapping[str, Sequence[str]], triggers: Mapping[str, Trigger] | None = None) -> Dag:
         """``edges`` leads from each node to its successors."""
-        before: dict[str, list[str]] = {}
+        before: dict[str, list[str]] = {node: [] for node in _names(list(edges), "nodes")}
         for node, successors in edges.items():
-            encode_name(node, what="node name")
-            before.setdefault(node, [])
             for successor in _names(successors, f"successors of {node!r}"):
                 before.setdefault(successor, []).append(node)
         if not before:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import traceback
 from collections.abc import Callable
@@ -17,7 +19,8 @@ from gradientmail_torch.patterns.synchronization.ledger import Call, Ledger, Mar
 from gradientmail_torch.patterns.synchronization.payload import PayloadRef, load, store
 
 Function = Callable[[dict[str, object], "Invocation"], object]
-"""Gets the payloads of the predecessors that called, in declared order, and the invocation."""
+"""Gets the payloads of the predecessors that called, in declared order, and the invocation. An open file that it
+returns is closed when it has been sent."""
 
 Invoke = Callable[[str, object, bool], Call]
 
@@ -132,7 +135,8 @@ class Runner:
         key = self.ledger.keys.result(node, claim.nonce)
         try:
             value = function(data, invocation)
-            ref = store(self.ledger.mailbox, value, lambda: key, what=f"what the function of {node!r} returned")
+            with value if isinstance(value, io.IOBase) else contextlib.nullcontext():
+                ref = store(self.ledger.mailbox, value, lambda: key, what=f"what the function of {node!r} returned")
         except MailboxError:  # the store's failure is not the function's
             raise
         except Exception as error:
