@@ -64,6 +64,13 @@ def number(value: int, width: int = 10) -> str:
     return f"{value:0{width}d}"
 
 
+def _parse_number(text: str, width: int) -> int:
+    """What :func:`number` has written; ``int`` alone would take -5, 1_0 and 5 as well."""
+    if not text.isdecimal() or number(int(text), width) != text:
+        raise ValueError(text)
+    return int(text)
+
+
 def last_segment(key: str) -> str:
     return key.rsplit("/", 1)[-1]
 
@@ -103,7 +110,7 @@ def parse_life(key: str) -> Life:
     """The learner ID and generation of a ``learners/`` or ``beats/`` key; raises :class:`InvalidName`."""
     try:
         _, learner_id, generation = key.split("/")
-        return Life(learner_id, int(generation))
+        return Life(learner_id, _parse_number(generation, 6))
     except ValueError:
         raise InvalidName(f"{key!r} is not the key of a learner's life") from None
 
@@ -111,9 +118,9 @@ def parse_life(key: str) -> Life:
 # --- fragments ---------------------------------------------------------------------------------------
 
 
-def data(fragment: int, version: int, owner: str, nonce: str) -> str:
+def data(fragment: int, version: int, owner: str, nonce: str, part: str) -> str:
     """Tensors, written by one owner only. ``version`` is what retention goes by: the version they lead to."""
-    return join("data", number(fragment, 4), number(version), f"{owner}-{nonce}")
+    return join("data", number(fragment, 4), number(version), f"{owner}-{nonce}.{part}")
 
 
 def data_prefix(fragment: int) -> str:
@@ -122,7 +129,7 @@ def data_prefix(fragment: int) -> str:
 
 def data_owner(key: str) -> str:
     """The learner that wrote a ``data/`` object."""
-    return last_segment(key).removesuffix("-outer").rpartition("-")[0]
+    return last_segment(key).rpartition("-")[0]
 
 
 def contribution(fragment: int, version: int, learner_id: str) -> str:
@@ -162,10 +169,12 @@ class RoundKey(NamedTuple):
 
 def parse_round(key: str) -> RoundKey:
     """Raises :class:`InvalidName` for a key that is not of the grammar above."""
-    parts = key.split("/")
     try:
-        return RoundKey(int(parts[1]), int(parts[2]), parts[3] if len(parts) > 3 else "")
-    except (IndexError, ValueError):
+        _, fragment, version, *last = key.split("/")
+        if len(last) > 1 or (last and not last[0][:1].isalnum()):  # a folder's own object, a file manager's file
+            raise ValueError(key)
+        return RoundKey(_parse_number(fragment, 4), _parse_number(version, 10), "".join(last))
+    except ValueError:
         raise InvalidName(f"{key!r} is not the key of a round") from None
 
 

@@ -100,10 +100,26 @@ def test_keys_sort_as_their_numbers(fragment: int, versions: list[int], learner_
     ]
 
 
-@pytest.mark.parametrize("key", ["rounds", "rounds/0001", "rounds/x/y/z", "rounds/0001/y/z"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("rounds", "rounds/0001", "rounds/x/y/z", "rounds/0001/y/z", "commits/0000/.DS_Store", "rounds/0000/0000000001/"),
+        "rounds/0000/0000000001/.DS_Store",
+        *("rounds/-001/0000000001/a", "rounds/0/0000000001/a", "rounds/0000/1/a", "rounds/0000/-000000001/a", "rounds/0000/0_00000001/a"),
+        *("rounds/0000/٠000000001/a", "rounds/0000/0000000001/a/b", "rounds/0000/00000000001/a", "rounds/0000/+000000001/a"),
+    ],
+)
 def test_a_foreign_key_is_no_round(key: str) -> None:
     with pytest.raises(InvalidName, match="not the key of a round"):
         keys.parse_round(key)
+
+
+@pytest.mark.parametrize(
+    "key", ["learners/a", "learners/a/x", "learners/a/1", "learners/a/-00001", "learners/a/000001/b", "beats/a/.DS_Store", "beats//1_0000"]
+)
+def test_a_foreign_key_is_no_life(key: str) -> None:
+    with pytest.raises(InvalidName, match="not the key of a learner's life"):
+        keys.parse_life(key)
 
 
 @given(NAMES, IDS)
