@@ -111,6 +111,20 @@ class Beat(Record, frozen=True, kw_only=True):
     """The newest version of each fragment that this learner knows."""
     at: float = 0.0
     """Seconds since 1970 by this learner's clock; for people, never compared."""
+    interval: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Seconds between two beats; 0 when not said. All from here on is for those who watch a run."""
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """How long this life has lasted, by its own clock."""
+    stall_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Time that its training thread has lost to the session."""
+    staleness_steps: Count = 0
+    """Own steps on the oldest base that has something newer on its way."""
+    discarded_steps: Count = 0
+    """Own steps that are in no commit and never will be, once per fragment."""
+    requests: dict[str, Count] = {}
+    """Requests to the mailbox by operation, as a store bills them."""
+    bytes_up: Count = 0
+    bytes_down: Count = 0
 
 
 class Contribution(Record, frozen=True, kw_only=True):
@@ -151,6 +165,8 @@ class Merged(Record, frozen=True, kw_only=True):
     data: DataRef
     clips: dict[str, Finite] = {}
     """Factor by which a tensor's delta was shortened, by the tensor's place in the layout."""
+    anchor: str = ""
+    """Nonce of the commit that the progress was counted from (``init`` before the first); empty when not said."""
 
 
 class LeftOut(Record, frozen=True, kw_only=True):

@@ -85,6 +85,7 @@ class ClosingRound:
                     weight=record.weight,
                     data=record.data,
                     clips={str(place): factor for place, factor in clip.items()},
+                    anchor=record.anchor,
                 ),
             )
             yield Weighted(weight=record.weight, tensors=tensors, norms=record.norms, clips=clip)

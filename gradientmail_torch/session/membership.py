@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradientmail_torch import keys
 from gradientmail_torch.clock import Clock
-from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.mailbox import Mailbox, Usage
 from gradientmail_torch.messages import Beat, LearnerState
 from gradientmail_torch.presence import is_waiting
 from gradientmail_torch.session.lease import Heartbeat, Observer, Peer, take_generation
@@ -23,6 +23,10 @@ class Progress:
     seconds_per_step: float = 0.0
     uplink: float = 0.0
     versions: tuple[int, ...] = ()
+    stall_seconds: float = 0.0
+    staleness_steps: int = 0
+    discarded_steps: int = 0
+    usage: Usage = field(default_factory=Usage)
 
 
 class Membership:
@@ -33,6 +37,7 @@ class Membership:
         self._clock = clock
         self._settings = settings
         self._progress = progress
+        self._began = clock.monotonic()
         self.state: LearnerState = "joining"
         self.peers: Mapping[str, Peer] = {}
         """All learners whose life has not ended, this one included, as last observed."""
@@ -77,4 +82,12 @@ class Membership:
             uplink=progress.uplink,
             versions=progress.versions,
             at=self._clock.wall(),
+            interval=self._settings.beat_interval,
+            seconds=self._clock.monotonic() - self._began,
+            stall_seconds=progress.stall_seconds,
+            staleness_steps=progress.staleness_steps,
+            discarded_steps=progress.discarded_steps,
+            requests=progress.usage.requests,
+            bytes_up=progress.usage.bytes_up,
+            bytes_down=progress.usage.bytes_down,
         )

@@ -359,11 +359,15 @@ class Session:
 
     def _progress(self) -> Progress:
         if self._replica is None:
-            return Progress()
+            return Progress(usage=self._mailbox.usage)
         return Progress(
             steps=self._replica.total.steps,
             samples=self._replica.total.samples,
             seconds_per_step=self._seconds_per_step,
             uplink=self._engine.publisher.uplink,
             versions=tuple(fragment.known for fragment in self._replica.fragments),
+            stall_seconds=self._stall_seconds,
+            staleness_steps=self._replica.staleness_steps(),
+            discarded_steps=self._replica.tally.discarded_work.steps,
+            usage=self._mailbox.usage,
         )
