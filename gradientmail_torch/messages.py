@@ -191,7 +191,10 @@ class Commit(Record, frozen=True, kw_only=True):
     version: Annotated[int, msgspec.Meta(ge=1)]
     by: Name
     generation: Count
-    parameters: DataRef
+    update: DataRef | None = None
+    """What is added to the version before, in a wire format of few bits: all add the same, so that bits agree."""
+    parameters: DataRef | None = None
+    """The whole fragment in fp32; in every commit, or where updates are sent, in some. One of the two is there."""
     outer: DataRef | None = None
     """State of the outer optimizer after this commit; none where it has none."""
     method: str = "mean"

@@ -39,6 +39,8 @@ class Algorithm:
         outer: what a commit does with the merged delta.
         merge: ``mean``, ``rda``, or ``auto``: the mean up to three contributions, RDA from four on.
         wire: number format of contributions.
+        commit_wire: number format of commits: ``fp32`` sends the whole fragment, the others what has changed.
+        whole_every: with such updates, a commit in so many holds the whole fragment, for those who join.
         buffers: whether buffers (BatchNorm statistics) travel.
         max_staleness: cycles of own steps on one base beyond which a warning is given.
     """
@@ -48,6 +50,8 @@ class Algorithm:
     outer: OuterSGD = field(default_factory=OuterSGD)
     merge: MergeRule = "auto"
     wire: Wire = "bf16"
+    commit_wire: Wire = "bf16"
+    whole_every: int = 16
     buffers: bool = True
     max_staleness: int = 2
 
@@ -94,10 +98,19 @@ class Algorithm:
     def merge_method(self, contributions: int) -> Method:
         return choose(self.merge, contributions)
 
+    def commits_whole(self, version: int) -> bool:
+        """Whether the commit of ``version`` holds the whole fragment."""
+        return self.last_whole(version) == version
+
+    def last_whole(self, version: int) -> int:
+        """The newest version up to ``version`` whose value is whole in the mailbox; 0 is the initial one."""
+        return version if self.commit_wire == "fp32" else version - version % self.whole_every
+
     def shared(self) -> dict[str, str | int | float | bool | None]:
         """The settings that all learners of a run must share, flat."""
         outer = {f"outer.{name}": getattr(self.outer, name) for name in ("lr", "momentum", "nesterov", "warmup")}
-        return {"name": type(self).__name__, "merge": self.merge, "buffers": self.buffers, "quorum": self.quorum, **outer}
+        commits = {"commit_wire": self.commit_wire, "whole_every": self.whole_every}
+        return {"name": type(self).__name__, "merge": self.merge, "buffers": self.buffers, "quorum": self.quorum, **commits, **outer}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +214,7 @@ class DiLoCo(_Synchronous):
     outer: OuterSGD = field(default_factory=lambda: OuterSGD(lr=0.7, momentum=0.9, warmup=False))
     merge: MergeRule = "mean"
     wire: Wire = "fp32"
+    commit_wire: Wire = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +223,7 @@ class LocalSGD(_Synchronous):
 
     merge: MergeRule = "mean"
     wire: Wire = "fp32"
+    commit_wire: Wire = "fp32"
 
 
 def _whole(value: object, least: int) -> bool:

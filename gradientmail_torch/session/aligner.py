@@ -9,7 +9,7 @@ from torch import Tensor
 from gradientmail_torch.algorithms.adoption import Outcome
 from gradientmail_torch.messages import Commit
 from gradientmail_torch.session.replica import Fragment, Replica
-from gradientmail_torch.session.run import Run
+from gradientmail_torch.session.run import Base, Run
 
 
 class Aligner:
@@ -43,23 +43,15 @@ class Aligner:
             self._prepared()
 
     def _look(self, fragment: Fragment) -> None:
-        known = fragment.known
-        commit = self._run.commit(fragment.index, known + 1)
+        with self._replica.lock:
+            base = Base(fragment.known, fragment.newest_values())
+        commit = self._run.commit(fragment.index, base.version + 1)
         if commit is None:
             return
-        values: list[Tensor] | None = None
-        while values is None:
-            newest = (
-                self._run.newest_version(fragment.index, from_version=commit.version) if fragment.hint > commit.version else commit.version
-            )
-            if newest > commit.version:
-                commit = self._run.commit(fragment.index, newest) or commit
-            values = self._run.values(commit)
-            if values is None:  # retention: a newer commit exists
-                with self._replica.lock:
-                    fragment.hint = max(fragment.hint, commit.version + 1)
-                if newest == self._run.newest_version(fragment.index, from_version=commit.version):
-                    return
+        values = self._run.values(commit, base) if fragment.hint <= commit.version else None
+        if values is None:  # it is behind by several versions, or so late that retention has passed it
+            newest, values = self._run.newest(fragment.index, from_version=commit.version, base=base)
+            commit = newest or commit
         self._stage(fragment, commit, values)
 
     def _stage(self, fragment: Fragment, commit: Commit, values: list[Tensor]) -> None:

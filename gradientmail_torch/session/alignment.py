@@ -32,7 +32,7 @@ def align(
     access = access or LocalParameters(model, run.layout, buffers=buffers)
     versions = []
     for index in range(len(run.layout)):
-        version, _, values = run.newest(index)
+        commit, values = run.newest(index)
         access.write(index, values)
-        versions.append(version)
+        versions.append(commit.version if commit is not None else 0)
     return tuple(versions)

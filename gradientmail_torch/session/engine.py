@@ -53,7 +53,9 @@ class Engine:
         """Begin to publish, align, watch and merge."""
         settings, clock, life = self._settings, self._clock, self._membership.life
         self._replica = replica
-        self._retention = Retention(run, keep=settings.keep, keep_seconds=settings.keep_seconds, clock=clock)
+        self._retention = Retention(
+            run, keep=settings.keep, keep_seconds=settings.keep_seconds, last_whole=algorithm.last_whole, clock=clock
+        )
         self.publisher = Publisher(
             run,
             replica,

@@ -89,7 +89,7 @@ class Publisher:
             self._encoded()
         else:
             data = wire.encode(pending.delta, fragment.specs, self._wire)
-        key = keys.data(fragment.index, fragment.known + 1, self._life.learner_id, pending.nonce)
+        key = keys.data(fragment.index, fragment.known + 1, self._life.learner_id, pending.nonce, "delta")
         began = self._clock.monotonic()
         self._run.mailbox.put(key, data)
         self._measure(len(data), self._clock.monotonic() - began)

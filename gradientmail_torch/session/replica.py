@@ -315,9 +315,10 @@ def note_outcome(pending: Pending, commit: Commit) -> None:
             )  # fmt: skip
 
 
-def joined(index: int, specs: tuple[TensorSpec, ...], version: int, nonce: str, values: list[Tensor], due_at_step: int) -> Fragment:
-    """A fragment's books when a learner joins at ``version``."""
+def joined(index: int, specs: tuple[TensorSpec, ...], commit: Commit | None, values: list[Tensor], due_at_step: int) -> Fragment:
+    """A fragment's books when a learner joins at ``commit``, None for the initial value."""
+    version, nonce = (commit.version, commit.nonce) if commit is not None else (0, INITIAL_NONCE)
     return Fragment(
-        index=index, specs=specs, version=version, nonce=nonce or INITIAL_NONCE, values=values, base=values,
+        index=index, specs=specs, version=version, nonce=nonce, values=values, base=values,
         known=version, due_at_step=due_at_step, hint=version,
     )  # fmt: skip

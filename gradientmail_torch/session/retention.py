@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from gradientmail_torch import keys
 from gradientmail_torch.clock import Clock
@@ -20,13 +21,14 @@ class Retention:
     only its own round, so objects of learners that died or came late do not pile up.
     """
 
-    def __init__(self, run: Run, *, keep: int | None, keep_seconds: float, clock: Clock) -> None:
+    def __init__(self, run: Run, *, keep: int | None, keep_seconds: float, last_whole: Callable[[int], int], clock: Clock) -> None:
+        """``last_whole`` gives the newest version up to a given one whose commit holds the whole fragment."""
         self._run = run
+        self._last_whole = last_whole
         self._keep = keep
         self._keep_seconds = keep_seconds
         self._clock = clock
         self._seen: dict[int, list[tuple[int, float]]] = {}
-        self._swept: dict[int, int] = {}
 
     def note(self, fragment: int, version: int) -> None:
         """``version`` of ``fragment`` has been seen committed."""
@@ -49,7 +51,10 @@ class Retention:
         ]
         if not aged:
             return 0
-        bound = aged[-1]
+        # What follows the last whole value is needed to make the versions after it.
+        bound = min(aged[-1], self._last_whole(newest - self._keep) - 1)
+        if bound < 1:
+            return 0
         self._seen[fragment] = [(version, at) for version, at in self._seen[fragment] if version >= bound]
         mailbox = self._run.mailbox
         open_records = list(mailbox.list(keys.round_prefix(fragment), after=keys.round_prefix(fragment, bound + 1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from uuid import uuid4
 
 from torch import Tensor
@@ -26,11 +27,19 @@ from gradientmail_torch.messages import (
     read_data,
     reference,
 )
+from gradientmail_torch.session.parameters import total
 
 log = logging.getLogger(__name__)
 
 INITIAL_NONCE = "init"
 """Stands for the nonce of version 0, which has no commit."""
+
+
+class Base(NamedTuple):
+    """Values of a fragment that are in memory already."""
+
+    version: int
+    values: list[Tensor]
 
 
 class Run:
@@ -124,21 +133,26 @@ class Run:
             newest = keys.parse_round(key).version
         return newest
 
-    def newest(self, fragment: int, *, from_version: int = 0) -> tuple[int, str, list[Tensor]]:
-        """Version, nonce and fp32 values of a fragment's newest commit."""
+    def newest(self, fragment: int, *, from_version: int = 0, base: Base | None = None) -> tuple[Commit | None, list[Tensor]]:
+        """The newest commit of a fragment, None at version 0, and its fp32 values; ``base`` may spare downloads."""
         while True:
             version = self.newest_version(fragment, from_version=from_version)
             if version == 0:
-                return 0, INITIAL_NONCE, self.initial(fragment)
+                return None, self.initial(fragment)
             commit = self.commit(fragment, version)
+            if commit is None and from_version:
+                from_version = 0  # what was said of the newest version was wrong
+                continue
             if commit is None:
                 raise CorruptObject(f"{keys.commit(fragment, version)!r} was listed and is gone: commits must never be deleted")
-            values = self.values(commit)
+            values = self.values(commit, base)
             if values is not None:
-                return version, commit.nonce, values
-            # Retention removed it, so a newer one exists; the listing shows it.
+                return commit, values
+            # Retention removed part of it, so a newer one exists, and the listing shows it.
             if self.newest_version(fragment, from_version=version) == version:
-                raise CorruptObject(f"{commit.parameters.key!r}, which the newest commit of fragment {fragment} names, is gone: restore it")
+                raise CorruptObject(
+                    f"data that fragment {fragment} needs at version {version}, its newest, is gone from {self.mailbox!r}: restore it"
+                )
 
     def initial(self, fragment: int) -> list[Tensor]:
         ref = self.manifest.initial[fragment]
@@ -147,9 +161,43 @@ class Run:
             raise CorruptObject(f"{ref.key!r}, the initial value of fragment {fragment}, is gone: restore it or start a new run")
         return values
 
-    def values(self, commit: Commit) -> list[Tensor] | None:
-        """The committed fp32 values in layout order, None when retention has removed them."""
-        return self.tensors(commit.parameters, self.layout[commit.fragment])
+    def values(self, commit: Commit, base: Base | None = None) -> list[Tensor] | None:
+        """The committed fp32 values in layout order; None when retention has removed what they are made of.
+
+        They are the nearest whole value, which may be ``base``, and the updates since.
+        """
+        specs = self.layout[commit.fragment]
+        updates: list[DataRef] = []
+        start: list[Tensor] | None = None
+        step = commit
+        while start is None:
+            follows_base = base is not None and base.version == step.version - 1
+            if step.parameters is not None and not (follows_base and step.update is not None):
+                start = self.tensors(step.parameters, specs)
+                if start is None:
+                    return None
+                break
+            if step.update is None:
+                raise CorruptObject(f"{keys.commit(step.fragment, step.version)!r} names neither parameters nor an update")
+            updates.append(step.update)
+            if base is not None and follows_base:
+                start = base.values
+            elif step.version == 1:
+                start = self.initial(step.fragment)
+            else:
+                step = self._before(step)
+        for ref in reversed(updates):
+            update = self.tensors(ref, specs)
+            if update is None:
+                return None
+            start = total(start, update, specs)
+        return start
+
+    def _before(self, commit: Commit) -> Commit:
+        before = self.commit(commit.fragment, commit.version - 1)
+        if before is None:
+            raise CorruptObject(f"{keys.commit(commit.fragment, commit.version - 1)!r} is gone: commits must never be deleted")
+        return before
 
     def outer_state(self, commit: Commit) -> list[Tensor] | None:
         """State of the outer optimizer, by parameter; None where the commit has none."""
@@ -164,11 +212,12 @@ class Run:
         data = read_data(self.mailbox, ref, limit_bytes=wire.limit_bytes(specs))
         return None if data is None else wire.decode(data, specs, ref.wire, key=ref.key)
 
-    def publish(self, key: str, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], wire_format: str) -> DataRef:
-        """Write tensors under a key that nobody else writes."""
+    def publish(self, key: str, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], wire_format: str) -> tuple[DataRef, list[Tensor]]:
+        """Write tensors under a key that nobody else writes; returns them as everyone will decode them."""
         data = wire.encode(tensors, specs, wire_format)
         self.mailbox.put(key, data)
-        return reference(key, data, wire=wire_format)
+        sent = list(tensors) if wire_format == "fp32" else wire.decode(data, specs, wire_format, key=key)
+        return reference(key, data, wire=wire_format), sent
 
 
 def outer_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:

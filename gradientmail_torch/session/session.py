@@ -136,9 +136,9 @@ class Session:
         self._membership.observe()
         fragments = []
         for index, specs in enumerate(self.run.layout):
-            version, nonce, values = self.run.newest(index, from_version=self._membership.version_hint(index))
+            commit, values = self.run.newest(index, from_version=self._membership.version_hint(index))
             due = self.algorithm.first_step_due(index, len(self.run.layout))
-            fragments.append(joined(index, specs, version, nonce, values, due))
+            fragments.append(joined(index, specs, commit, values, due))
         replica = Replica(access, self.algorithm, fragments)
         replica.load()
         return replica

@@ -22,6 +22,7 @@ from gradientmail_torch.errors import CorruptObject, InvalidName
 from gradientmail_torch.messages import Claim, Commit, encode, read
 from gradientmail_torch.session.closing_round import ClosingRound
 from gradientmail_torch.session.lease import Peer
+from gradientmail_torch.session.parameters import difference, total
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.retention import Retention
 from gradientmail_torch.session.run import Run, outer_specs
@@ -227,7 +228,7 @@ class Syncer:
             values, state = self._algorithm.outer.step(before, merged, state, fragment.specs, version)
         else:
             values = before  # all were left out: the round closes unchanged, and says why
-        self._publish(fragment, version, closing, method, values, state)
+        self._publish(fragment, version, closing, method, before, values, state)
         taken = self._clock.monotonic() - began
         self.merge_seconds = taken if self.merge_seconds == 0 else 0.8 * self.merge_seconds + 0.2 * taken
 
@@ -238,21 +239,34 @@ class Syncer:
         return self._run.outer_state(commit) if commit is not None else None
 
     def _publish(
-        self, fragment: Fragment, version: int, closing: ClosingRound, method: str, values: list[Tensor], state: list[Tensor] | None
+        self,
+        fragment: Fragment,
+        version: int,
+        closing: ClosingRound,
+        method: str,
+        before: list[Tensor],
+        values: list[Tensor],
+        state: list[Tensor] | None,
     ) -> None:
         """Data first, then the commit. Whoever loses the race deletes its data after it has read the winner's."""
         nonce = uuid4().hex
-        key = keys.data(fragment.index, version, self._life.learner_id, nonce)
-        parameters = self._run.publish(key, values, fragment.specs, "fp32")
-        outer = None
+        algorithm = self._algorithm
+        update = parameters = outer = None
+        if algorithm.commit_wire != "fp32":
+            change = difference(values, before, fragment.specs)
+            update, change = self._run.publish(self._key(fragment, version, nonce, "update"), change, fragment.specs, algorithm.commit_wire)
+            values = total(before, change, fragment.specs)
+        if algorithm.commits_whole(version):
+            parameters, _ = self._run.publish(self._key(fragment, version, nonce, "whole"), values, fragment.specs, "fp32")
         if state is not None:
-            outer = self._run.publish(f"{key}-outer", state, outer_specs(fragment.specs), "fp32")
+            outer, _ = self._run.publish(self._key(fragment, version, nonce, "outer"), state, outer_specs(fragment.specs), "fp32")
         commit = Commit(
             nonce=nonce,
             fragment=fragment.index,
             version=version,
             by=self._life.learner_id,
             generation=self._life.generation,
+            update=update,
             parameters=parameters,
             outer=outer,
             method=method,
@@ -266,9 +280,12 @@ class Syncer:
             return
         winner = self._run.commit(fragment.index, version)
         if winner is not None and winner.nonce != nonce:
-            for ref in (parameters, outer):
+            for ref in (update, parameters, outer):
                 if ref is not None:
                     self._run.mailbox.delete(ref.key)
         with self._replica.lock:
             fragment.hint = max(fragment.hint, version)
         self._signals.hinted()
+
+    def _key(self, fragment: Fragment, version: int, nonce: str, part: str) -> str:
+        return keys.data(fragment.index, version, self._life.learner_id, nonce, part)
