@@ -16,6 +16,8 @@ from gradientmail_torch.algorithms.outer import OuterSGD
 from gradientmail_torch.algorithms.wire import WIRES, Wire
 from gradientmail_torch.errors import ConfigError
 
+HEARD_WITHIN_POLLS = 5
+"""Within so many poll intervals a learner hears that it is called and answers."""
 MergeRule = Literal["auto", "mean", "rda"]
 
 
@@ -174,7 +176,7 @@ class DecoupledDiLoCo(Algorithm):
         overlap = self.overlap_steps if self.overlap_steps is not None else self.sync_every / 2
         slack = overlap * pace.seconds_per_step - pace.merge_seconds
         # A learner that is called answers after it has seen the call: give it the time that this takes.
-        return min(self.max_grace, max(slack, 3 * pace.poll_interval))
+        return min(self.max_grace, max(slack, HEARD_WITHIN_POLLS * pace.poll_interval))
 
     def samples_due(self, learners: int) -> int | None:
         return None if self.round_samples is None else math.ceil(self.round_samples / max(1, learners))

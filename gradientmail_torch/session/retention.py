@@ -51,24 +51,19 @@ class Retention:
         ]
         if not aged:
             return 0
+        bound = aged[-1]
         # What follows the last whole value is needed to make the versions after it.
-        bound = min(aged[-1], self._last_whole(newest - self._keep) - 1)
-        if bound < 1:
-            return 0
+        data_bound = min(bound, self._last_whole(newest - self._keep) - 1)
         self._seen[fragment] = [(version, at) for version, at in self._seen[fragment] if version >= bound]
         mailbox = self._run.mailbox
         open_records = list(mailbox.list(keys.round_prefix(fragment), after=keys.round_prefix(fragment, bound + 1)))
-        doomed = [
-            key
-            for prefix in (keys.round_prefix(fragment), keys.claim_prefix(fragment), keys.data_prefix(fragment))
-            for key in self._until(prefix, bound)
-        ]
-        kept = self._needed([key for key in doomed if key.startswith(keys.data_prefix(fragment))], open_records)
+        records = [*self._until(keys.round_prefix(fragment), bound), *self._until(keys.claim_prefix(fragment), bound)]
+        data = self._until(keys.data_prefix(fragment), data_bound)
+        doomed = [*records, *(set(data) - self._needed(data, open_records))]
         for key in doomed:
-            if key not in kept:
-                mailbox.delete(key)
-        log.debug("fragment %d: swept %d objects up to version %d", fragment, len(doomed) - len(kept), bound)
-        return len(doomed) - len(kept)
+            mailbox.delete(key)
+        log.debug("fragment %d: swept %d objects up to version %d", fragment, len(doomed), bound)
+        return len(doomed)
 
     def _until(self, prefix: str, bound: int) -> list[str]:
         found = []

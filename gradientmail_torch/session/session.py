@@ -109,6 +109,7 @@ class Session:
         self._seconds_per_step = 0.0
         self._boundary_at, self._boundary_step = clock.monotonic(), 0
         self._closed = False
+        self._stale = False
         self._replica: Replica | None = None
 
         self._membership = Membership(self._mailbox, self.learner_id, settings=self._settings, clock=clock, progress=self._progress)
@@ -128,7 +129,7 @@ class Session:
             self._membership.state = "ended"
             self._engine.stop(STOP_SECONDS)
             raise
-        self._next_due = self._replica.next_step_due()
+        self._next_due = 1
         log.info("%s joined %r at versions %s", self.learner_id, self._mailbox, self.versions)
 
     def _load(self, access: ParameterAccess) -> Replica:
@@ -207,6 +208,21 @@ class Session:
             self._engine.wake("publisher")
         if any(fragment.staged is not None for fragment in replica.fragments):
             self._engine.wake("aligner")  # to prepare it against what has just changed
+        self._warn_if_stale(replica)
+
+    def _warn_if_stale(self, replica: Replica) -> None:
+        """Own steps on an old base make staleness; waiting adds none. It is said and counted, and nothing is lost."""
+        steps, limit = replica.staleness_steps(), self.algorithm.max_staleness * self.algorithm.sync_every
+        if steps > limit and not self._stale:
+            replica.tally.stale_warnings += 1
+            log.warning(
+                "%s has made %d steps on a base that the run has left or is about to leave, more than %d cycles: "
+                "its uploads or the merging are slower than its cycles. A longer sync_every or a smaller wire format helps",
+                self.learner_id,
+                steps,
+                self.algorithm.max_staleness,
+            )
+        self._stale = steps > limit
 
     def _await_commits(self, replica: Replica, deadline: float) -> None:
         while any(fragment.pending is not None for fragment in replica.fragments):

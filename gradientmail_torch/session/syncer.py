@@ -93,7 +93,7 @@ class Syncer:
         self.ticks = 0
 
     def tick(self) -> float:
-        listing = list(self._run.mailbox.list(keys.ROUNDS))
+        listing = self._list_rounds()
         rounds = self._note(listing)
         for (index, version), contributors in rounds.items():
             fragment = self._replica.fragments[index]
@@ -107,6 +107,17 @@ class Syncer:
         self._watches = {key: watch for key, watch in self._watches.items() if key in rounds}
         self.ticks += 1
         return self._pause(listing)
+
+    def _list_rounds(self) -> list[str]:
+        """One listing of all fragments, or of each where that would turn up every record that was ever made."""
+        fragments = self._replica.fragments
+        if len(fragments) > 1 and self._settings.keep is not None:
+            return list(self._run.mailbox.list(keys.ROUNDS))
+        listing: list[str] = []
+        for fragment in fragments:
+            prefix = keys.round_prefix(fragment.index)
+            listing.extend(self._run.mailbox.list(prefix, after=keys.round_prefix(fragment.index, fragment.known + 1)))
+        return listing
 
     def _note(self, listing: list[str]) -> dict[tuple[int, int], frozenset[str]]:
         """The rounds in a listing that are open as far as this learner knows."""
