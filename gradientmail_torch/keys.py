@@ -421,3 +421,32 @@ def parse_result(key: str) -> ResultKey:
         return ResultKey(decode_name(stem) + _TASK_SEPARATOR + decode_name(topic), place)
     except (ValueError, IndexError):
         raise InvalidName(f"{key!r} is not the key of a result") from None
+
+
+# --- looking at a mailbox from outside -----------------------------------------------------------------
+
+LEARNERS = "learners/"
+COMMITS = "commits/"
+INITIAL = "init/"
+BARRIERS = "barriers/"
+QUEUES = "queues/"
+PROBES = "probe/"
+
+
+def segment_below(prefix: str, key: str) -> str:
+    """The segment of ``key`` that follows ``prefix``, decoded."""
+    return decode_name(key[len(prefix) :].split("/", 1)[0])
+
+
+def behind_segment(prefix: str, name: str) -> str:
+    """What sorts behind every key of the pattern ``name`` below ``prefix``."""
+    return f"{prefix}{encode_name(name)}/~"
+
+
+def doctor(nonce: str, name: str) -> str:
+    """An object that an examination of the store writes and deletes."""
+    return join("probe", f"doctor-{nonce}", name)
+
+
+def doctor_prefix(nonce: str) -> str:
+    return f"probe/doctor-{nonce}/"

@@ -16,12 +16,13 @@ from gradientmail_torch.mailbox.wrappers import RetryingMailbox
 _FORMS = "'s3://bucket/prefix?endpoint_url=…&region=…', 'file:///path', a plain path, or 'memory://name'"
 
 
-def open_mailbox(url: str | os.PathLike[str] | Mailbox, *, clock: Clock = SYSTEM_CLOCK) -> Mailbox:
+def open_mailbox(url: str | os.PathLike[str] | Mailbox, *, clock: Clock = SYSTEM_CLOCK, probed: bool = True) -> Mailbox:
     """The mailbox behind ``url``: {forms}.
 
     A bucket is probed first: a store that ignores conditional writes is refused with
     :class:`~gradientmail_torch.errors.MailboxUnsupported`, a missing one with ``MailboxMissing``, missing
-    rights with ``MailboxDenied``. A mailbox that is given instead of a URL is returned as it is.
+    rights with ``MailboxDenied``. A mailbox that is given instead of a URL is returned as it is. ``probed=False``
+    opens without a request, for those who only read.
     """
     if not isinstance(url, (str, os.PathLike)):
         if isinstance(url, Mailbox):
@@ -44,7 +45,8 @@ def open_mailbox(url: str | os.PathLike[str] | Mailbox, *, clock: Clock = SYSTEM
             return MemoryMailbox.named(parts.netloc + parts.path)
         case "s3":
             mailbox = RetryingMailbox(_s3(text, parts), clock=clock)
-            probe(mailbox)
+            if probed:
+                probe(mailbox)
             return mailbox
         case scheme:
             raise ConfigError(f"mailbox URL {text!r} has the unknown scheme {scheme!r}: use {_FORMS}")
