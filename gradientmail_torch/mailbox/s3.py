@@ -37,8 +37,10 @@ MULTIPART_BYTES = 16 << 20
 _LETTERS = "%-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz~"
 # "classic": the CRT client ignores endpoint_url and may write to AWS instead (boto3#4839).
 _TRANSFER = TransferConfig(
-    multipart_threshold=MULTIPART_BYTES, multipart_chunksize=MULTIPART_BYTES, max_concurrency=4, preferred_transfer_client="classic"
+    multipart_threshold=MULTIPART_BYTES, multipart_chunksize=8 << 20, max_concurrency=4, preferred_transfer_client="classic"
 )
+# Parts that are in memory at the same time; ten otherwise. boto3 takes it only as an attribute.
+_TRANSFER.max_in_memory_upload_chunks = 3
 
 
 _BUCKET = re.compile(r"[A-Za-z0-9._-]{3,255}|arn:[A-Za-z0-9:/._-]+")
