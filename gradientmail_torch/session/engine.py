@@ -64,6 +64,7 @@ class Engine:
             poll_interval=settings.poll_interval,
             clock=clock,
             encoded=lambda: self.wake("aligner"),
+            unsound=self._attend,
         )
         self.aligner = Aligner(run, replica, poll_interval=settings.poll_interval, prepared=self._attend, advanced=self._advanced)
         self.syncer = Syncer(

@@ -36,8 +36,12 @@ class Publisher:
         poll_interval: float,
         clock: Clock,
         encoded: Callable[[], None],
+        unsound: Callable[[], None],
     ) -> None:
-        """``encoded`` is called when a contribution's delta has become known, so that commits can be prepared."""
+        """``encoded`` is called when a contribution's delta has become known, so that commits can be prepared.
+
+        ``unsound`` is called when the training thread is to set a fragment back.
+        """
         self._run = run
         self._replica = replica
         self._life = life
@@ -45,6 +49,7 @@ class Publisher:
         self._poll_interval = poll_interval
         self._clock = clock
         self._encoded = encoded
+        self._unsound = unsound
         self.uplink = 0.0
         """Bytes per second of the uploads so far, a moving average."""
 
@@ -59,16 +64,23 @@ class Publisher:
         if pending.record is None and not self._upload(fragment, pending):
             return
         with self._replica.lock:
-            if pending.outcome is not Outcome.OPEN or fragment.known < pending.version:
-                return  # settled, or in a round that is still open
-            # Set before the record is created, so that whoever reads that round's commit looks for it there.
-            version = pending.version = fragment.known + 1
+            if pending.outcome is not Outcome.OPEN:
+                return
+            if pending.version <= fragment.known:
+                # Set before the record is created, so that whoever reads that round's commit looks for it there.
+                pending.version, pending.recorded = fragment.known + 1, False
+            if pending.recorded:
+                return  # in a round that is still open
+            version = pending.version
         assert pending.record is not None
         # False when an earlier life of this ID is in that round: then this one goes into the next.
         self._run.mailbox.put_if_absent(keys.contribution(fragment.index, version, self._life.learner_id), encode(pending.record))
+        pending.recorded = True
 
     def _upload(self, fragment: Fragment, pending: Pending) -> bool:
         """Encode and upload a contribution. False when it is not fit to be sent."""
+        if fragment.reset:
+            return False  # the training thread has not got there yet
         if pending.delta is None or pending.snapshot is not None:
             assert pending.snapshot is not None
             with self._replica.lock:
@@ -81,6 +93,7 @@ class Publisher:
                     "fragment %d: %d steps of this learner are not finite and are discarded; its parameters are set back to version %d",
                     fragment.index, pending.work.steps, fragment.version,
                 )  # fmt: skip
+                self._unsound()
                 return False
             data = wire.encode(delta, fragment.specs, self._wire)
             sent = wire.decode(data, fragment.specs, self._wire, key="a contribution of our own")

@@ -57,7 +57,9 @@ class Pending:
     record: Contribution | None = None
     """Set when the data is in the mailbox."""
     version: int = 0
-    """The version that its record's round leads to; 0 before it is recorded."""
+    """The version that its record's round leads to; 0 before a round has been chosen."""
+    recorded: bool = False
+    """Whether the record is known to be in that round, or that of an earlier life is."""
     outcome: Outcome = Outcome.OPEN
     reason: str = ""
 
