@@ -371,7 +371,10 @@ class TaskKeys(WorkKeys):
 
     def data(self, item: str, nonce: str, place: int) -> str:
         """A large value, written by one party only."""
-        return f"{self.all_data()}{encode_name(item)}/{nonce}-{place}"
+        return f"{self.data_of(item)}{nonce}-{place}"
+
+    def data_of(self, item: str) -> str:
+        return f"{self.all_data()}{encode_name(item)}/"
 
     def all_data(self) -> str:
         return f"{self.root}data/"
