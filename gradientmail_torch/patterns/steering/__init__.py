@@ -5,16 +5,20 @@ The names and the message format are Colmena's (0.7).
 
 from gradientmail_torch.patterns.steering.agents import agent, event_responder, result_processor, task_submitter
 from gradientmail_torch.patterns.steering.queues.base import ServerInfo, TaskQueues
+from gradientmail_torch.patterns.steering.queues.mailbox import MailboxQueues
 from gradientmail_torch.patterns.steering.queues.pipes import PipeQueues
 from gradientmail_torch.patterns.steering.resources import ResourceCounter
 from gradientmail_torch.patterns.steering.result import FailureInformation, ResourceRequirements, Result
 from gradientmail_torch.patterns.steering.servers.local import LocalTaskServer
+from gradientmail_torch.patterns.steering.servers.mailbox import MailboxTaskServer
 from gradientmail_torch.patterns.steering.thinker import BaseThinker
 
 __all__ = [
     "BaseThinker",
     "FailureInformation",
     "LocalTaskServer",
+    "MailboxQueues",
+    "MailboxTaskServer",
     "PipeQueues",
     "ResourceCounter",
     "ResourceRequirements",

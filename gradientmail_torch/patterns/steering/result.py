@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError
+from gradientmail_torch.messages import DataRef
 from gradientmail_torch.patterns.steering.overhead import Overhead, overhead
 from gradientmail_torch.patterns.steering.serialization import Method, Payload, decode, encode
 
@@ -109,7 +110,7 @@ class ResourceRequirements:
 class Result:
     """A task's request and, later, its result. The same object travels the whole way.
 
-    Between :meth:`serialize` and :meth:`deserialize`, ``inputs`` and ``value`` hold serialized values.
+    Between :meth:`serialize` and :meth:`deserialize`, ``inputs`` and ``value`` hold payloads, or references to some.
     """
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -233,7 +234,7 @@ class Result:
         return clock.monotonic() - began
 
     def _encoded(self, value: Any, what: str) -> Any:
-        return value if isinstance(value, Payload) else encode(value, self.serialization_method, what=what)
+        return value if isinstance(value, (Payload, DataRef)) else encode(value, self.serialization_method, what=what)
 
     @staticmethod
     def _decoded(value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -28,8 +28,8 @@ from gradientmail_torch.patterns.steering.serialization import METHODS, Form, Pa
 T = TypeVar("T")
 Place = Callable[[Payload], "str | dict[str, Any]"]
 """Puts a value's bytes somewhere: returns its text, or a reference to it."""
-Fetch = Callable[[Mapping[str, Any]], Payload]
-"""Gets the bytes that such a reference names."""
+Fetch = Callable[[dict[str, Any]], Any]
+"""Gets the bytes that such a reference names, or a reference of its own to get them by later."""
 
 _TASK_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PICKLE_REFUSED = (
@@ -83,10 +83,7 @@ def parse(content: Any, fetch: Fetch | None, *, allow_pickle: bool) -> Result:
             case str():
                 return Payload.from_text(value, method)
             case dict():
-                found = fetch(value)
-                if found.form == "pickle" and not allow_pickle:
-                    raise CorruptObject(PICKLE_REFUSED)
-                return found
+                return fetch(value)
             case _:  # Colmena leaves a value of a message that is not serialized as it is
                 return value
 
@@ -168,7 +165,10 @@ def _without_nan(value: Any) -> Any:
 # --- one message, one block of bytes ----------------------------------------------------------------------
 
 
-def _form(name: Any) -> Form:
+def form_of(name: Any, *, allow_pickle: bool) -> Form:
+    """The form in which a message says a value is. Raises :class:`CorruptObject`."""
+    if name == "pickle" and not allow_pickle:
+        raise CorruptObject(PICKLE_REFUSED)
     for form in ("json", "safetensors", "pickle"):
         if name == form:
             return form
@@ -193,10 +193,10 @@ def unpack(message: bytes, *, allow_pickle: bool) -> Result:
     except msgspec.DecodeError as error:
         raise CorruptObject(f"a task message cannot be read: {error}") from error
 
-    def fetch(reference: Mapping[str, Any]) -> Payload:
+    def fetch(reference: dict[str, Any]) -> Payload:
         place = reference.get("$body")
         if not isinstance(place, int) or not 0 <= place < len(bodies):
             raise CorruptObject("a task message refers to a value that it does not hold")
-        return Payload(bodies[place], _form(reference.get("form")))
+        return Payload(bodies[place], form_of(reference.get("form"), allow_pickle=allow_pickle))
 
     return load(head, fetch, allow_pickle=allow_pickle)
