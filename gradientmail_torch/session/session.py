@@ -153,12 +153,20 @@ class Session:
 
         Raises what has gone wrong in the background: :class:`LearnerFenced`, or :class:`BackgroundFailure`.
         """
+        if self.count(samples, steps=steps):
+            self.exchange()
+
+    def count(self, samples: int, *, steps: int = 1) -> bool:
+        """The first half of :meth:`step`: take the step down. True when :meth:`exchange` has something to do."""
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ConfigError(f"samples must be a whole number of at least 1, not {samples!r}: count the samples of the optimizer step")
         replica = self._joined()
         replica.count(steps, samples)
-        if self._attention or replica.total.steps >= self._next_due:
-            self._boundary(replica)
+        return self._attention or replica.total.steps >= self._next_due
+
+    def exchange(self) -> None:
+        """The second half of :meth:`step`: adopt and contribute what is due, at a step boundary."""
+        self._boundary(self._joined())
 
     def __enter__(self) -> Self:
         self._joined()
@@ -251,18 +259,24 @@ class Session:
 
     # --- leaving ---------------------------------------------------------------------------------------
 
-    def close(self, timeout: float = 600.0) -> None:
+    def close(self, timeout: float = 600.0, *, leave_timeout: float = 10.0) -> None:
         """Leave the run once everything this learner has done is in a commit.
 
         Raises :class:`RunTimeout` after ``timeout`` seconds, naming what it was waiting for; the session is then
-        closed all the same. Closing twice does nothing.
+        closed all the same. Interrupted (Ctrl-C), it goes on as :meth:`leave` for ``leave_timeout`` seconds.
+        Closing twice does nothing.
         """
         if self._closed:
             return
         try:
             missing = self._finish(timeout)
-        finally:
+        except GradientMailError:
             self._end()
+            raise
+        except BaseException:
+            self.leave(leave_timeout)
+            raise
+        self._end()
         if missing:
             raise RunTimeout(f"{self.learner_id} left after {timeout:g} s without {missing}; {self._who_is_there()}")
 
