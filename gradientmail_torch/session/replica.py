@@ -188,7 +188,11 @@ class Replica:
             return True
         if staged is None or not ready:
             return False
-        base = self._apply(fragment, staged, outcome)
+        try:
+            base = self._apply(fragment, staged, outcome)
+        except BaseException:
+            fragment.reset = True  # Ctrl-C in the middle: some tensors have moved and others have not
+            raise
         with self.lock:
             if fragment.staged is staged:  # a newer one may have come meanwhile
                 fragment.staged = None
