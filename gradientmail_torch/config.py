@@ -3,6 +3,7 @@
 ======================== ==============================================================================
 GRADIENTMAIL_MAILBOX     URL of the run's mailbox, where none is given
 GRADIENTMAIL_LEARNER_ID  this node's name in the run, where none is given
+GRADIENTMAIL_RUN_KEY     secret of the run: every object is signed with it, and what is not is refused
 ======================== ==============================================================================
 
 Credentials are read by boto3 from its usual places.
@@ -33,6 +34,11 @@ def learner_id() -> str:
         return given
     host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname()).strip("-")[:40] or "node"
     return f"{host}-{uuid4().hex[:6]}"
+
+
+def run_key() -> str | None:
+    """The secret with which the run's objects are signed; None in a run that is not signed."""
+    return os.environ.get("GRADIENTMAIL_RUN_KEY") or None
 
 
 def launched_processes() -> int:

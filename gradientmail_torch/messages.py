@@ -16,6 +16,8 @@ from gradientmail_torch.errors import CorruptObject, RunMismatch
 
 PROTOCOL = 1
 MAX_RECORD_BYTES = 16 << 20
+SIGNED_MARK = b"GMS1"
+"""What an object of a signed run begins with; see :mod:`gradientmail_torch.mailbox.signed`."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -221,6 +223,8 @@ def encode(record: Record) -> bytes:
 
 def decode(kind: type[R], data: bytes, *, key: str) -> R:
     """The record in ``data``; raises :class:`CorruptObject` naming ``key`` when it is not a ``kind``."""
+    if data.startswith(SIGNED_MARK):
+        raise CorruptObject(f"{key!r} is signed: set GRADIENTMAIL_RUN_KEY to the run's key, as on the other nodes")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

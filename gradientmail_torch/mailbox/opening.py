@@ -6,29 +6,39 @@ import os
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from uuid import uuid4
 
+from gradientmail_torch import config
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, MailboxUnsupported
 from gradientmail_torch.mailbox.base import Mailbox
 from gradientmail_torch.mailbox.local import LocalMailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
+from gradientmail_torch.mailbox.signed import SignedMailbox
 from gradientmail_torch.mailbox.wrappers import RetryingMailbox
 
 _FORMS = "'s3://bucket/prefix?endpoint_url=…&region=…', 'file:///path', a plain path, or 'memory://name'"
 
 
-def open_mailbox(url: str | os.PathLike[str] | Mailbox, *, clock: Clock = SYSTEM_CLOCK, probed: bool = True) -> Mailbox:
+def open_mailbox(
+    url: str | os.PathLike[str] | Mailbox, *, run_key: str | None = None, clock: Clock = SYSTEM_CLOCK, probed: bool = True
+) -> Mailbox:
     """The mailbox behind ``url``: {forms}.
 
     A bucket is probed first: a store that ignores conditional writes is refused with
     :class:`~gradientmail_torch.errors.MailboxUnsupported`, a missing one with ``MailboxMissing``, missing
     rights with ``MailboxDenied``. A mailbox that is given instead of a URL is returned as it is. ``probed=False``
-    opens without a request, for those who only read.
+    opens without a request, for those who only read. With a ``run_key``, given or in ``GRADIENTMAIL_RUN_KEY``,
+    every object is signed, and what is not is refused (:mod:`gradientmail_torch.mailbox.signed`).
     """
     if not isinstance(url, (str, os.PathLike)):
         if isinstance(url, Mailbox):
             return url
         raise ConfigError(f"mailbox must be a URL or a Mailbox, not {type(url).__name__}: {_FORMS}")
-    text = os.fspath(url)
+    mailbox = _open(os.fspath(url), clock=clock, probed=probed)
+    secret = run_key or config.run_key()
+    return SignedMailbox(mailbox, secret) if secret else mailbox
+
+
+def _open(text: str, *, clock: Clock, probed: bool) -> Mailbox:
     if not text:
         raise ConfigError(f"the mailbox URL is empty: it is {_FORMS}")
     if "://" in text and "@" in text:  # said without the URL, which would carry them into a log

@@ -8,8 +8,8 @@ import os
 
 from gradientmail_torch import keys
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
-from gradientmail_torch.errors import ConfigError, MailboxUnavailable, RunTimeout
-from gradientmail_torch.mailbox import Mailbox, open_mailbox
+from gradientmail_torch.errors import ConfigError, CorruptObject, MailboxUnavailable, RunTimeout
+from gradientmail_torch.mailbox import Mailbox, is_signed, open_mailbox
 from gradientmail_torch.presence import waiting
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Barrier:
         self._poll_interval = poll_interval
         self._outage_timeout = outage_timeout
         self._clock = clock
+        self._verified: set[str] = set()
 
     def wait(self, name: str, parties: int, timeout: float | None = None) -> list[str]:
         """Record this learner's arrival at ``name`` and wait until ``parties`` learners have arrived.
@@ -73,7 +74,7 @@ class Barrier:
         while True:
             try:
                 if not recorded:
-                    self._mailbox.put_if_absent(keys.barrier(name, self._learner_id), b"")
+                    self._mailbox.put_if_absent(keys.barrier(name, self._learner_id), self._learner_id.encode())
                     recorded = True
                 arrived = self._arrived(name)
                 answered = self._clock.monotonic()
@@ -96,8 +97,21 @@ class Barrier:
             self._clock.sleep(left)
 
     def _arrived(self, name: str) -> list[str]:
-        found = map(keys.parse_arrival, self._mailbox.list(keys.barrier_prefix(name)))
-        return [learner_id for learner_id in found if learner_id]
+        found = self._mailbox.list(keys.barrier_prefix(name))
+        if is_signed(self._mailbox):
+            found = (key for key in found if self._genuine(key))
+        return [learner_id for learner_id in map(keys.parse_arrival, found) if learner_id]
+
+    def _genuine(self, key: str) -> bool:
+        """A name in a listing proves nothing: in a signed run an arrival counts once its object has been verified."""
+        if key not in self._verified:
+            try:
+                self._mailbox.get(key)
+            except CorruptObject as error:
+                log.warning("an arrival does not count: %s", error)
+                return False
+            self._verified.add(key)
+        return True
 
 
 def _is_number(value: object) -> bool:
