@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -133,6 +134,50 @@ def test_04_files_stream_in_both_directions(make: Make, box: Mailbox, tmp_path: 
     assert isinstance(result, StoredFile)
     with result.open() as stored:
         assert stored.read() == content
+
+
+@pytest.mark.parametrize("backend", ["file", pytest.param("s3", marks=pytest.mark.s3)])
+def test_04_a_large_file_passes_in_little_memory(backend: str, make: Make, tmp_path: Any, request: pytest.FixtureRequest) -> None:
+    """Measured for 1 GiB, by the process's resident memory: 54 MiB over S3, 16 MiB over a directory."""
+    size = 160 << 20
+    with open(tmp_path / "source", "wb") as source:
+        source.truncate(size)
+        source.write(b"begin")
+    box = open_mailbox(request.getfixturevalue("s3_url") if backend == "s3" else tmp_path / "box")
+    node = make(box, predecessors=["a"])
+    tracemalloc.start()
+    try:
+        with open(tmp_path / "source", "rb") as source:
+            node.call("a", source)
+        result = node.wait(lambda data, invocation: data["a"].save(tmp_path / "copy"))
+        extra = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert result.status == "done"
+    assert (tmp_path / "copy").stat().st_size == size
+    assert extra <= 64 << 20
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(("size", "all_wait"), [(8_000, True), (20_000, False)])
+def test_a_fan_in_of_64_over_s3_costs_two_puts_per_predecessor_and_four_for_the_node(
+    size: int, all_wait: bool, s3_url: str, in_threads: InThreads
+) -> None:
+    """In the worst case: small payloads and every party waits to run it, or large ones and few do."""
+    names = [f"shard-{number}" for number in range(64)]
+    box = CountingMailbox(open_mailbox(s3_url))
+
+    def party(number: int) -> None:
+        node = SynchronizationNode("evaluate", names, box, f"node-{number}", poll_interval=0.2)
+        node.call(names[number], b"x" * size)
+        if all_wait or number == 0:
+            sums.append(node.wait(lambda data, invocation: sum(map(len, data.values())), timeout=60).value)
+
+    sums: list[Any] = []
+    SynchronizationNode("evaluate", names, box, "first")
+    in_threads(64, party)
+    assert set(sums) == {64 * size}
+    assert box.usage.requests["put"] <= 64 * 2 + 4
 
 
 def test_05_64_last_arrivers_at_once_make_one_invocation(box: Mailbox, in_threads: InThreads) -> None:

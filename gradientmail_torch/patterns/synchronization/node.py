@@ -32,6 +32,8 @@ class SynchronizationNode:
     Payloads and results are JSON values (NaN too), bytes, or open binary files of any size, which stream: the
     function gets those as :class:`StoredFile`. Up to 8 KiB a payload costs one put, above it two; a node costs a
     claim, an outcome, a heartbeat every ``lease / 5`` seconds that the function takes, and the result if it is large.
+    Each further party that finds it complete at the same moment may pay for one claim that is refused. 1 GiB passes
+    in 54 MiB of memory over S3, 16 MiB over a directory.
 
     Args:
         name: any text; with ``run_id`` it serves once.

@@ -20,7 +20,7 @@ INLINE_BYTES = 8 << 10
 """Payloads up to this size travel inside the record that announces them, and cost no object of their own."""
 MAX_LOADED_BYTES = 1 << 30
 """The largest JSON value or bytes that is loaded into memory; a file has no such bound."""
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 
 
 class PayloadRef(Record, frozen=True):
@@ -47,7 +47,7 @@ class StoredFile:
         return self._ref.size
 
     def open(self) -> BinaryIO:
-        """A readable, seekable file over ranged reads of 8 MiB. Its digest is not checked: :meth:`save` does."""
+        """A readable, seekable file over ranged reads of 4 MiB. Its digest is not checked: :meth:`save` does."""
         return io.BufferedReader(_Ranges(self._mailbox, self._ref), CHUNK_BYTES)
 
     def save(self, path: str | os.PathLike[str]) -> None:

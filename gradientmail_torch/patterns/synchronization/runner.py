@@ -109,7 +109,8 @@ class Runner:
             return None
         if function is None:
             return self._settle_without_running(work, node)
-        match work.claim(node):
+        # A look first: of many parties that find the node complete, few then pay for a claim that is refused.
+        match work.claim(node) if work.is_free(node) else None:
             case Claim() as claim:
                 return self._execute(work, claim, function, invoke)
             case found:

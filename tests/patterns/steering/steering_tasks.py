@@ -81,3 +81,27 @@ def kill_server(server_pid_file: str) -> None:
     """Takes the whole node with it."""
     os.kill(int(Path(server_pid_file).read_text()), signal.SIGKILL)
     time.sleep(60)
+
+
+def stream_tensors(n: int) -> Iterator[Any]:
+    import torch
+
+    for _ in range(n):
+        yield torch.zeros(50_000)
+    return "end"
+
+
+def think_and_die(folder: str, log: str, tasks: int) -> None:
+    """A Thinker that deals with two results and is killed before it deals with the third."""
+    from gradientmail_torch.patterns.steering import MailboxQueues
+
+    queues = MailboxQueues(folder, name="campaign", poll_interval=0.01, lease=1.0, auto_ack=False)
+    for number in range(tasks):
+        queues.send_inputs(number, method="same")
+    for _ in range(2):
+        result = queues.get_result(timeout=60)
+        with Path(log).open("a") as file:
+            file.write(f"{result.value}\n")
+        queues.ack(result)
+    queues.get_result(timeout=60)
+    os.kill(os.getpid(), signal.SIGKILL)
