@@ -1,0 +1,193 @@
+"""Which settings win: one table for each choice, the same seeds in every row.
+
+``python -m benchmarks convergence [TABLE …]`` runs what is missing in ``results/convergence.jsonl`` and goes on where
+it was stopped; RESULTS.md is made from that file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.simulated import Experiment, average_gradients, run
+
+RESULTS = Path(__file__).parent / "results" / "convergence.jsonl"
+SEEDS = (0, 1, 2)
+SLOW_NODE, SLOW_NODES = (1.0, 0.5), (1.0, 0.5, 0.25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One choice: what stands in each row, and what is to be learned from it."""
+
+    question: str
+    rows: Mapping[str, Experiment | None]
+    """By their names in the table; None is the averaging of gradients."""
+
+
+def _with(**settings: Any) -> Experiment:
+    """Two equal nodes; ``late_steps``, ``speeds`` and the like go to the experiment, all else to the algorithm."""
+    own = {name: settings.pop(name) for name in [*settings] if name in Experiment.__dataclass_fields__ and name != "settings"}
+    return Experiment(settings=settings, **own)
+
+
+def _outer(lr: float, momentum: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {"lr": lr, "momentum": momentum, **more}
+
+
+TABLES: dict[str, Table] = {
+    "reference": Table(
+        question="What the same tokens give with gradients averaged at each step, and in cycles of 20 steps.",
+        rows={
+            "gradients averaged each step": None,
+            "LocalSGD: waits for each commit": _with(algorithm="LocalSGD"),
+            "DecoupledDiLoCo, defaults": _with(),
+            "DiLoCo 0.7/0.9: waits for each commit": _with(algorithm="DiLoCo"),
+        },
+    ),
+    "adoption": Table(
+        question="How to adopt a commit, by how many steps it comes late.",
+        rows={
+            f"{rule}, {late} steps on its way" if late else rule: _with(adoption=rule, late_steps=late)
+            for late, rule in itertools.product((0, 5, 10, 20), ("rebase", "overwrite", "mix"))
+        },
+    ),
+    "outer": Table(
+        question="The outer step: learning rate and Nesterov momentum.",
+        rows={
+            "lr 1": _with(),
+            "lr 0.7": _with(outer=_outer(0.7)),
+            "lr 1.3": _with(outer=_outer(1.3)),
+            "lr 1, momentum 0.3": _with(outer=_outer(1.0, 0.3)),
+            "lr 0.7, momentum 0.3": _with(outer=_outer(0.7, 0.3)),
+            "lr 0.7, momentum 0.5": _with(outer=_outer(0.7, 0.5)),
+            "lr 0.4, momentum 0.9": _with(outer=_outer(0.4, 0.9)),
+            "lr 0.7, momentum 0.9": _with(outer=_outer(0.7, 0.9)),
+            "lr 0.7, momentum 0.9 without warm-up": _with(outer=_outer(0.7, 0.9, warmup=False)),
+        },
+    ),
+    "merge": Table(
+        question="Weighted mean or RDA.",
+        rows={
+            "2 nodes, mean": _with(),
+            "2 nodes, RDA": _with(merge="rda"),
+            "4 nodes, mean": _with(merge="mean", speeds=(1.0,) * 4),
+            "4 nodes, RDA": _with(merge="rda", speeds=(1.0,) * 4),
+        },
+    ),
+    "wire": Table(
+        question="The number format of contributions and of commits.",
+        rows={
+            "fp32, fp32": _with(wire="fp32", commit_wire="fp32"),
+            "bf16, bf16": _with(),
+            "int8, int8": _with(wire="int8", commit_wire="int8"),
+            "int4, bf16": _with(wire="int4"),
+            "e3m0, bf16": _with(wire="e3m0"),
+            "bf16, int4": _with(commit_wire="int4"),
+            "int4, int4": _with(wire="int4", commit_wire="int4"),
+            "e3m0, e3m0": _with(wire="e3m0", commit_wire="e3m0"),
+        },
+    ),
+    "fragments": Table(
+        question="Into how many fragments, each synchronised once a cycle.",
+        rows={f"{count}": _with(fragments=count) if count > 1 else _with() for count in (1, 2, 4, 8)},
+    ),
+    "cycle": Table(
+        question="Steps of a cycle.",
+        rows={f"{steps}": _with(sync_every=steps) if steps != 20 else _with() for steps in (5, 10, 20, 40)},
+    ),
+    "called": Table(
+        question="Contributions that are called when another node's is there, and how long a round waits.",
+        rows={
+            f"{name}, {how}": _with(speeds=speeds, **settings)
+            for name, speeds in (("1 : 1", (1.0, 1.0)), ("1 : 0.5", SLOW_NODE), ("1 : 0.5 : 0.25", SLOW_NODES))
+            for how, settings in (
+                ("called", {}),
+                ("not called", {"called": False}),
+                ("not called, no grace", {"called": False, "grace": 0.0}),
+                ("not called, waits for all", {"called": False, "grace": 300.0}),
+            )
+        },
+    ),
+    "data": Table(
+        question="Nodes that each have a part of the text of their own.",
+        rows={
+            "2 nodes, mean": _with(own_data=True),
+            "2 nodes, RDA": _with(own_data=True, merge="rda"),
+            "2 nodes, waits for each commit": _with(own_data=True, algorithm="LocalSGD"),
+            "4 nodes, mean": _with(own_data=True, merge="mean", speeds=(1.0,) * 4),
+            "4 nodes, RDA": _with(own_data=True, merge="rda", speeds=(1.0,) * 4),
+        },
+    ),
+    "joiner": Table(
+        question="A node that joins half-way with a fresh inner optimizer: over how many steps its learning rate rises.",
+        rows={f"{steps} steps": _with(speeds=(1.0,) * 2, joins_at=0.5, rewarm_steps=steps) for steps in (0, 5, 10, 20)},
+    ),
+}
+
+
+def key_of(experiment: Experiment | None, seed: int) -> str:
+    """What identifies a training in the file of results: all that its outcome depends on."""
+    return json.dumps([asdict(experiment) if experiment else "gradients", seed], sort_keys=True)
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """What has been measured so far, by :func:`key_of`."""
+    if not RESULTS.exists():
+        return {}
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return {line["key"]: line for line in lines}
+
+
+def missing(names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
+    """Table, row and seed of what is to be run: seed by seed, so that early figures cover all rows."""
+    known = set(results())
+    for seed in seeds:
+        for name in names:
+            for row, experiment in TABLES[name].rows.items():
+                key = key_of(experiment, seed)
+                if key not in known:
+                    known.add(key)
+                    yield name, row, seed
+
+
+def run_all(names: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
+    """Run what is missing, ``jobs`` at a time, each in a process of its own."""
+    unknown = [name for name in names if name not in TABLES]
+    if unknown:
+        raise SystemExit(f"no table {unknown[0]!r}: there are {', '.join(TABLES)}")
+
+    def one(what: tuple[str, str, int]) -> None:
+        table, row, seed = what
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "benchmarks", "train", table, row, str(seed)]
+        done = subprocess.run(command, env=environment, check=False)
+        if done.returncode:
+            print(f"{table}, {row}, seed {seed}: failed", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, missing(names or [*TABLES], seeds)))
+
+
+def train(table: str, row: str, seed: int) -> None:
+    """Run one and append its result to the file."""
+    import torch
+
+    torch.set_num_threads(1)
+    experiment = TABLES[table].rows[row]
+    began, cpu = time.monotonic(), time.process_time()
+    outcome = run(experiment, seed) if experiment else average_gradients(seed)
+    outcome |= {"wall_s": round(time.monotonic() - began, 1), "cpu_s": round(time.process_time() - cpu, 1)}
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps({"table": table, "row": row, "seed": seed, **outcome, "key": key_of(experiment, seed)}) + "\n")
+    print(f"{table:>10}  {row:<44} seed {seed}  {outcome['loss']:.4f}  ({outcome['wall_s']:.0f} s)", flush=True)
