@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import boto3
 from boto3.s3.transfer import TransferConfig
@@ -33,7 +34,8 @@ from gradientmail_torch.mailbox.base import Body, body_size, read_body
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-MULTIPART_BYTES = 16 << 20
+MULTIPART_BYTES = PART_BYTES = 16 << 20
+PARTS_AT_A_TIME = 4
 _LETTERS = "%-.0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz~"
 # "classic": the CRT client ignores endpoint_url and may write to AWS instead (boto3#4839).
 _TRANSFER = TransferConfig(
@@ -44,6 +46,13 @@ _TRANSFER.max_in_memory_upload_chunks = 3
 
 
 _BUCKET = re.compile(r"[A-Za-z0-9._-]{3,255}|arn:[A-Za-z0-9:/._-]+")
+
+
+class _Part(NamedTuple):
+    content: bytes
+    etag: str
+    object_bytes: int
+    """Length of the whole object, where a window of it was asked for."""
 
 
 class S3Mailbox:
@@ -84,17 +93,38 @@ class S3Mailbox:
     def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes | None:
         if length == 0:
             return b"" if self.get(key, length=1) is not None else None
-        window = {} if start == 0 and length is None else {"Range": f"bytes={start}-{'' if length is None else start + length - 1}"}
         with self._translated("get", key):
-            try:
-                answer = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **window)  # type: ignore[arg-type]
-                return answer["Body"].read()
-            except ClientError as error:
-                if _code(error) in ("NoSuchKey", "404"):
-                    return None
-                if _code(error) in ("InvalidRange", "416"):  # it begins behind the object's end
-                    return b""
-                raise
+            if length is None or length <= PART_BYTES:
+                part = self._get_part(key, start, length)
+                return part.content if part is not None else None
+            return self._get_in_parts(key, start, length)
+
+    def _get_in_parts(self, key: str, start: int, length: int) -> bytes | None:
+        """One stream does not fill a fast link: what is behind the first part is fetched by several at a time."""
+        first = self._get_part(key, start, PART_BYTES)
+        if first is None or len(first.content) < PART_BYTES:
+            return first.content if first is not None else None
+        end = min(start + length, first.object_bytes)
+        offsets = range(start + PART_BYTES, end, PART_BYTES)
+        with ThreadPoolExecutor(PARTS_AT_A_TIME, thread_name_prefix="gradientmail-get") as pool:
+            rest = list(pool.map(lambda offset: self._get_part(key, offset, min(PART_BYTES, end - offset)), offsets))
+        found = [first, *(part for part in rest if part is not None)]
+        if len(found) <= len(rest) or len({part.etag for part in found}) > 1:
+            raise MailboxUnavailable(f"{key!r} in {self!r} changed while it was being read")
+        return b"".join(part.content for part in found)
+
+    def _get_part(self, key: str, start: int, length: int | None) -> _Part | None:
+        window = {} if start == 0 and length is None else {"Range": f"bytes={start}-{'' if length is None else start + length - 1}"}
+        try:
+            answer = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **window)  # type: ignore[arg-type]
+            total = int(answer.get("ContentRange", "/0").rpartition("/")[2])
+            return _Part(answer["Body"].read(), answer["ETag"], total)
+        except ClientError as error:
+            if _code(error) in ("NoSuchKey", "404"):
+                return None
+            if _code(error) in ("InvalidRange", "416"):  # it begins behind the object's end
+                return _Part(b"", "", 0)
+            raise
 
     def put(self, key: str, body: Body) -> None:
         with self._translated("put", key):
