@@ -19,6 +19,9 @@ from uuid import uuid4
 from gradientmail_torch.errors import ConfigError
 
 
+_MADE_UP = uuid4().hex[:6]
+
+
 def mailbox_url() -> str:
     """The run's mailbox from the environment; raises :class:`ConfigError` when it is not set."""
     url = os.environ.get("GRADIENTMAIL_MAILBOX", "")
@@ -28,12 +31,12 @@ def mailbox_url() -> str:
 
 
 def learner_id() -> str:
-    """This node's name from the environment, or one made of the host's name and a random part."""
+    """This node's name from the environment, or one made of the host's name and a random part: the same on every call."""
     given = os.environ.get("GRADIENTMAIL_LEARNER_ID", "")
     if given:
         return given
     host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname()).strip("-")[:40] or "node"
-    return f"{host}-{uuid4().hex[:6]}"
+    return f"{host}-{_MADE_UP}"
 
 
 def run_key() -> str | None:
