@@ -53,7 +53,7 @@ def execute(
     that are to be kept are not written again.
     """
     task.mark("compute_started", clock)
-    task.worker_info = worker or WorkerInformation()
+    task.worker_info = worker or task.worker_info or WorkerInformation()
     task.worker_info.hostname, task.worker_info.pid = platform.node(), os.getpid()
     task.worker_info.tags |= {tag: os.environ[tag] for tag in _TAGS if tag in os.environ}
     inputs = task.inputs
