@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
@@ -99,3 +101,56 @@ def status(
             while True:
                 live.update(screen(read_status(mailbox, beats, longest_s=0)), refresh=True)
                 SYSTEM_CLOCK.sleep(every)
+
+
+Prices = Annotated[str | None, typer.Option("--prices", help="A price table of your own, in the form of configs/prices.json.")]
+
+
+@app.command()
+def cost(url: URL, json: Json = False, prices: Prices = None) -> None:
+    """Requests and bytes so far, and what they cost in several stores, in all and per node-hour."""
+    from gradientmail_torch.cli import cost as costs
+    from gradientmail_torch.cli.prices import load
+    from gradientmail_torch.cli.run_view import read_run
+
+    with told():
+        shown = costs.cost(read_run(open_to_read(url)), load(prices))
+        print_json(shown) if json else out.print(costs.screen(shown))
+
+
+@app.command()
+def plan(
+    params: Annotated[str, typer.Option(help="Trainable parameters of the model: 1.3e9, 1.3B or 350M.")],
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that will train at the same time.")],
+    uplink: Annotated[str, typer.Option(help="Of each node: 100Mbit, 1Gbit, 12.5MB/s.")],
+    downlink: Annotated[str | None, typer.Option(help="As --uplink; the same unless given.")] = None,
+    step_seconds: Annotated[float, typer.Option(help="Time of one optimizer step on one node.")] = 1.0,
+    sync_every: Annotated[int | None, typer.Option(min=1, help="Steps of a cycle; recommended unless given.")] = None,
+    fragments: Annotated[int | None, typer.Option(min=1, help="Parts of the model; by its size unless given.")] = None,
+    wire: Annotated[str | None, typer.Option(help="fp32, bf16, int8, int4 or e3m0; recommended unless given.")] = None,
+    commit_wire: Annotated[str, typer.Option(help="Format of commits.")] = "bf16",
+    momentum: Annotated[bool, typer.Option(help="Whether the outer optimizer has momentum.")] = False,
+    json: Json = False,
+    prices: Prices = None,
+) -> None:
+    """Time of a round, stall and dollars from bandwidth, model size and nodes, and the settings to choose."""
+    from gradientmail_torch.cli import plan as plans
+    from gradientmail_torch.cli.formats import bits_per_second, number
+    from gradientmail_torch.cli.prices import load
+
+    with told():
+        price_table = load(prices)
+        situation = plans.Situation(
+            parameters=number(params),
+            nodes=nodes,
+            uplink_bits_per_s=bits_per_second(uplink),
+            downlink_bits_per_s=bits_per_second(downlink or uplink),
+            seconds_per_step=step_seconds,
+            momentum=momentum,
+        )
+        recommend = partial(plans.recommend, situation, price_table, fragments=fragments, commit_wire=commit_wire)
+        chosen = recommend(wire=wire)
+        if sync_every is not None:
+            chosen = plans.plan(situation, replace(chosen.settings, sync_every=sync_every), price_table)
+        others = tuple(recommend(wire=each) for each in ("fp32", "bf16", "int8", "int4"))
+        print_json(chosen) if json else out.print(plans.screen(chosen, price_table, others=others))

@@ -11,9 +11,9 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-def table(*columns: str, title: str = "", right: tuple[str, ...] = ()) -> Table:
+def table(*columns: str, right: tuple[str, ...] = (), header: bool = True) -> Table:
     """A table without lines; columns named in ``right`` are aligned to the right."""
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), title=title or None, title_justify="left")
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=header)
     for place, column in enumerate(columns):
         made.add_column(column, overflow="fold", no_wrap=place == 0, justify="right" if column in right else "left")
     return made
