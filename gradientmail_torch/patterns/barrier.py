@@ -10,6 +10,7 @@ from gradientmail_torch import keys
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, CorruptObject, MailboxUnavailable, RunTimeout
 from gradientmail_torch.mailbox import Mailbox, is_signed, open_mailbox
+from gradientmail_torch.mailbox.absence import Absence
 from gradientmail_torch.presence import waiting
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ class Barrier:
             return self._wait(name, parties, timeout)
 
     def _wait(self, name: str, parties: int, timeout: float | None) -> list[str]:
-        began = answered = reported = self._clock.monotonic()
+        began = reported = self._clock.monotonic()
+        absence = Absence(self._clock)
         recorded = False
         arrived: list[str] = []
         while True:
@@ -77,9 +79,9 @@ class Barrier:
                     self._mailbox.put_if_absent(keys.barrier(name, self._learner_id), self._learner_id.encode())
                     recorded = True
                 arrived = self._arrived(name)
-                answered = self._clock.monotonic()
+                absence.answered()
             except MailboxUnavailable as error:
-                if self._clock.monotonic() - answered > self._outage_timeout:
+                if absence.failed() > self._outage_timeout:
                     raise
                 log.warning("barrier %r: the mailbox does not answer, waiting for it: %s", name, error)
             if recorded and len(arrived) >= parties:

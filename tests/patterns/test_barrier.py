@@ -75,7 +75,7 @@ class TestRecordingArrivals:
         barrier.wait("start", parties=1)
         barrier.wait("start", parties=1)
         assert [*mailbox.list("")] == ["barriers/start/node-0"]
-        assert mailbox.get("barriers/start/node-0") == b""
+        assert mailbox.get("barriers/start/node-0") == b"node-0"
         assert "delete" not in box.usage.requests
 
     def test_each_poll_is_one_listing(self, mailbox: MemoryMailbox, clock: ManualClock) -> None:
