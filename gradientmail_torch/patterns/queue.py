@@ -169,6 +169,7 @@ class SharedQueue:
             drain=self._drain,
             poll_interval=self._poll_interval,
             max_attempts=self._max_attempts,
+            learner_id=self.learner_id,
             stop=self._stop,
             clock=self._clock,
         )

@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Literal
 
 from gradientmail_torch import messages
 from gradientmail_torch.clock import Clock
@@ -17,10 +18,12 @@ from gradientmail_torch.messages import Count, Nonce, Record
 from gradientmail_torch.patterns.leased_work import Claim, LeasedWork, Outcome
 from gradientmail_torch.patterns.queue_cursor import Cursor
 from gradientmail_torch.patterns.queue_items import Items
+from gradientmail_torch.presence import waiting
 
 log = logging.getLogger(__name__)
 
 _FEW = 16
+_END: Literal["end"] = "end"
 _MAX_ERROR_CHARS = 20_000
 
 
@@ -86,9 +89,14 @@ class Taker:
         drain: bool,
         poll_interval: float,
         max_attempts: int,
+        learner_id: str,
         stop: threading.Event,
         clock: Clock,
     ) -> None:
+        self.ended = False
+        """Nothing is left to take, and nothing will be."""
+        self._learner_id = learner_id
+        self._run = repr(mailbox)
         self._mailbox = mailbox
         self._keys = keys
         self._work = work
@@ -112,20 +120,32 @@ class Taker:
     def close(self) -> None:
         self._work.close()
 
-    def take(self) -> Task | None:
-        """The next item; waits for those of others, to take over a dead node's, unless the queue drains not.
+    def take(self, timeout: float | None = None) -> Task | None:
+        """The next item. Where there is none to be had now, wait for those of others, to take over a dead node's.
 
-        None at the end, after ``stop``, and when all that is left is held by this taker: settle it and ask again.
+        None at the end, which :attr:`ended` tells; after ``timeout`` seconds; after ``stop``; and when all that is
+        left is held by this taker: settle it and ask again. The learner counts as waiting meanwhile, as at a barrier.
         """
+        began = self._clock.monotonic()
         while not self._stop.is_set():
-            claim = next(self._claims, None)
-            if claim is None:
-                return None
-            with self._lock:
-                self._held[claim.item] = claim
-            if claim.attempt <= self._max_attempts:
-                return Task(self, claim, int(claim.item), self._items[int(claim.item)])
-            self.give_up(claim, f"{self._max_attempts} tries came to nothing; {self._last_error(claim.item)}")
+            match next(self._claims, _END):
+                case Claim() as claim:
+                    with self._lock:
+                        self._held[claim.item] = claim
+                    if claim.attempt <= self._max_attempts:
+                        return Task(self, claim, int(claim.item), self._items[int(claim.item)])
+                    self.give_up(claim, f"{self._max_attempts} tries came to nothing; {self._last_error(claim.item)}")
+                case "nothing now":
+                    left = None if timeout is None else began + timeout - self._clock.monotonic()
+                    if left is not None and left <= 0:
+                        return None
+                    with waiting(self._run, self._learner_id):
+                        self._clock.wait(self._stop, self._poll_interval if left is None else min(self._poll_interval, left))
+                case "held here":
+                    return None
+                case _:
+                    self.ended = True
+                    return None
         return None
 
     # --- settling -------------------------------------------------------------------------------------
@@ -163,27 +183,24 @@ class Taker:
 
     # --- searching ------------------------------------------------------------------------------------
 
-    def _search(self) -> Iterator[Claim | None]:
-        """The claims that this taker gets; None when there is none now and there may be one later."""
+    def _search(self) -> Iterator[Claim | Literal["nothing now", "held here"]]:
+        """The claims that this taker gets, and what keeps it from getting one."""
         yield from self._cursor.take(lambda place: self._work.claim_new(self._keys.item(place)))
-        waiting: set[str] | None = None
-        while waiting := self._unfinished(waiting):
-            for item in sorted(waiting):
+        left: set[str] | None = None
+        while left := self._unfinished(left):
+            for item in sorted(left):
                 match self._work.claim(item):
                     case Claim() as claim:
                         yield claim
                     case Outcome():
-                        waiting.discard(item)
+                        left.discard(item)
                     case None:
                         pass
             if not self._drain:
                 return
             with self._lock:
-                waiting_for_others = not waiting <= self._held.keys()
-            if not waiting_for_others:
-                yield None
-            elif self._clock.wait(self._stop, self._poll_interval):
-                return
+                held = left <= self._held.keys()
+            yield "held here" if held else "nothing now"
 
     def _unfinished(self, before: set[str] | None) -> set[str]:
         """Of the items ``before`` (None: of all), those without an outcome. Few are asked one by one, many listed."""
