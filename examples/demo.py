@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 NODES = ("node-0", "node-1", "node-2")
 LATE, VICTIM = "node-1", "node-2"
 BATCH = 16
-console = Console(width=110)
+console = Console(width=128)
 
 
 @dataclass
@@ -100,7 +100,7 @@ def main() -> None:
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
-    mailbox = options.mailbox.rstrip("/") + f"/demo-{int(time.time())}" if options.mailbox else str(options.out / "mailbox")
+    mailbox = fresh_prefix(options.mailbox) if options.mailbox else str(options.out / "mailbox")
     shared = ["--text", options.text] if options.text else []
     nodes = {name: Node(name, options.out / f"{name}.jsonl", options.out / f"{name}.log") for name in NODES}
     console.print(f"[bold]Three nodes, one model, one mailbox:[/] {mailbox}\n")
@@ -109,6 +109,12 @@ def main() -> None:
         train(nodes, options.steps, ["--mailbox", mailbox, "--validate-every", "50", *shared])
     alone = train_alone(nodes, options, shared)
     report(nodes, alone, options.out, time.monotonic() - began)
+
+
+def fresh_prefix(url: str) -> str:
+    """A part of the mailbox that no earlier run has used."""
+    place, question, parameters = url.partition("?")
+    return f"{place.rstrip('/')}/demo-{int(time.time())}{question}{parameters}"
 
 
 @contextmanager
