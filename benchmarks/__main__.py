@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ours and its peers on the same work.")
     commands = parser.add_subparsers(dest="command", required=True)
+    environments = commands.add_parser("environments", help="make the environments of the peers")
+    environments.add_argument("names", nargs="*", help="all unless given")
+    single = commands.add_parser("race", help="one method, one link, one scenario")
+    single.add_argument("method", nargs="?")
+    single.add_argument("--link", default="unlimited")
+    single.add_argument("--scenario", default="steady")
+    single.add_argument("--steps", type=int, default=300, help="of each node")
+    single.add_argument("--seed", type=int, default=0)
+    single.add_argument("--limit", type=float, default=1800.0, help="seconds after which it is given up")
+    single.add_argument("--plan", type=json.loads, help="all of it, as JSON")
     tables = commands.add_parser("convergence", help="losses by setting, on a simulated cluster")
     tables.add_argument("tables", nargs="*", help="all unless given")
     tables.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -18,6 +29,18 @@ def main() -> None:
     one.add_argument("seed", type=int)
     options = parser.parse_args()
     match options.command:
+        case "environments":
+            from benchmarks.methods import make_environments
+
+            make_environments(options.names)
+        case "race":
+            from benchmarks import figures, race
+
+            given = {name: getattr(options, name) for name in ("method", "link", "scenario", "steps", "seed")}
+            plan = race.Plan(**(options.plan or given))
+            race.start(plan, options.limit)
+            if options.plan is None:
+                print(json.dumps(figures.of(plan.directory), indent=1))
         case "convergence":
             from benchmarks import convergence
 

@@ -1,0 +1,1 @@
+"""The node programs: one process of each method, run in the environment of its own."""
