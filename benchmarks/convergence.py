@@ -16,12 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.simulated import Experiment, average_gradients, run
 
 RESULTS = Path(__file__).parent / "results" / "convergence.jsonl"
 SEEDS = (0, 1, 2)
+Precision = Literal["bf16", "fp32"]
 SLOW_NODE, SLOW_NODES = (1.0, 0.5), (1.0, 0.5, 0.25)
 
 
@@ -30,8 +31,8 @@ class Table:
     """One choice: what stands in each row, and what is to be learned from it."""
 
     question: str
-    rows: Mapping[str, Experiment | None]
-    """By their names in the table; None is the averaging of gradients."""
+    rows: Mapping[str, Experiment | Precision]
+    """By their names in the table; a precision alone is the averaging of gradients in it."""
 
 
 def _with(**settings: Any) -> Experiment:
@@ -48,8 +49,10 @@ TABLES: dict[str, Table] = {
     "reference": Table(
         question="What the same tokens give with gradients averaged at each step, and in cycles of 20 steps.",
         rows={
-            "gradients averaged each step": None,
+            "gradients averaged each step": "bf16",
+            "gradients averaged each step, fp32 arithmetic": "fp32",
             "LocalSGD: waits for each commit": _with(algorithm="LocalSGD"),
+            "LocalSGD, fp32 arithmetic": _with(algorithm="LocalSGD", precision="fp32"),
             "DecoupledDiLoCo, defaults": _with(),
             "DiLoCo 0.7/0.9: waits for each commit": _with(algorithm="DiLoCo"),
         },
@@ -135,9 +138,9 @@ TABLES: dict[str, Table] = {
 }
 
 
-def key_of(experiment: Experiment | None, seed: int) -> str:
+def key_of(experiment: Experiment | Precision, seed: int) -> str:
     """What identifies a training in the file of results: all that its outcome depends on."""
-    return json.dumps([asdict(experiment) if experiment else "gradients", seed], sort_keys=True)
+    return json.dumps([experiment if isinstance(experiment, str) else asdict(experiment), seed], sort_keys=True)
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -185,7 +188,7 @@ def train(table: str, row: str, seed: int) -> None:
     torch.set_num_threads(1)
     experiment = TABLES[table].rows[row]
     began, cpu = time.monotonic(), time.process_time()
-    outcome = run(experiment, seed) if experiment else average_gradients(seed)
+    outcome = average_gradients(seed, precision=experiment) if isinstance(experiment, str) else run(experiment, seed)
     outcome |= {"wall_s": round(time.monotonic() - began, 1), "cpu_s": round(time.process_time() - cpu, 1)}
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -130,15 +129,11 @@ def validation_loss(model: nn.Module, rows: int = VALIDATION_ROWS) -> float:
     return sum(losses) / rows
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor) -> float:
-    """One optimizer step; returns the loss."""
-    loss = model(windows)
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, *, precision: str = "fp32") -> float:
+    """One optimizer step; returns the loss. With ``bf16`` the forward and backward passes are autocast to it."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+        loss = model(windows)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     return float(loss.detach())
-
-
-def steps_of(tokens: int) -> Iterator[int]:
-    """The global steps that make up so many tokens."""
-    return iter(range(tokens // TOKENS_PER_STEP))
