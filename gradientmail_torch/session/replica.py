@@ -101,6 +101,8 @@ class Fragment:
     called: bool = False
     hint: int = 0
     """Newest version that is said to exist."""
+    recent: frozenset[str] = frozenset()
+    """Learners that contributed to the newest known version."""
     reset: bool = False
     """The local parameters are unsound: take the committed values at the next boundary."""
 
@@ -210,7 +212,8 @@ class Replica:
         if keep is Keep.NONE or rule == "overwrite":
             self._drop_uncontributed(fragment)
             return self._access.write(fragment.index, staged.values)
-        if keep is Keep.SINCE_SNAPSHOT and not self.uncontributed(fragment).steps:
+        in_flight = outcome in (Outcome.OPEN, Outcome.RETRY)
+        if not in_flight and not self.uncontributed(fragment).steps:
             return self._access.write(fragment.index, staged.values)  # nothing to keep: the exact values
         if rule == "mix":
             self._access.mix(fragment.index, staged.values, MIX_SHARE)
@@ -238,10 +241,10 @@ class Replica:
             case Outcome.MERGED:
                 self.tally.merged += 1
                 self.tally.merged_work = self.tally.merged_work + pending.work
-            case Outcome.RETRY:
+            case Outcome.RETRY if self._algorithm.adoption_rule != "overwrite":
                 fragment.returned = fragment.returned + pending.work
-            case Outcome.REJECTED:
-                self.tally.rejected += 1
+            case Outcome.RETRY | Outcome.REJECTED:  # what could be offered again has been overwritten
+                self.tally.rejected += outcome is Outcome.REJECTED
                 self.tally.discarded_work = self.tally.discarded_work + pending.work
 
     def _restore(self, fragment: Fragment) -> None:
@@ -275,6 +278,7 @@ class Replica:
                 for each in read.values():
                     note_outcome(pending, each)
             fragment.known = commit.version
+            fragment.recent = contributors(commit)
             fragment.called = False
             fragment.hint = max(fragment.hint, commit.version)
             fragment.staged = Staged(commit.version, commit.nonce, values)
@@ -321,10 +325,14 @@ def note_outcome(pending: Pending, commit: Commit) -> None:
             )  # fmt: skip
 
 
+def contributors(commit: Commit) -> frozenset[str]:
+    return frozenset(merged.learner_id for merged in commit.merged)
+
+
 def joined(index: int, specs: tuple[TensorSpec, ...], commit: Commit | None, values: list[Tensor], due_at_step: int) -> Fragment:
     """A fragment's books when a learner joins at ``commit``, None for the initial value."""
     version, nonce = (commit.version, commit.nonce) if commit is not None else (0, INITIAL_NONCE)
     return Fragment(
         index=index, specs=specs, version=version, nonce=nonce, values=values, base=values,
-        known=version, due_at_step=due_at_step, hint=version,
+        known=version, due_at_step=due_at_step, hint=version, recent=contributors(commit) if commit is not None else frozenset(),
     )  # fmt: skip
