@@ -72,7 +72,10 @@ def test_a_legal_key_stays_below_its_root(key: str) -> None:
 
 @given(SMALL, VERSIONS, IDS)
 def test_round_keys_read_back(fragment: int, version: int, learner_id: str) -> None:
-    for key in (keys.contribution(fragment, version, learner_id), keys.data(fragment, version, learner_id, "nonce")):
+    data = keys.data(fragment, version, learner_id, "0123456789abcdef", "delta")
+    assert keys.data_owner(data) == learner_id
+    assert data.startswith(keys.data_prefix(fragment))
+    for key in (keys.contribution(fragment, version, learner_id), data):
         keys.check_key(key)
         assert keys.parse_round(key)[:2] == (fragment, version)
     assert keys.parse_round(keys.contribution(fragment, version, learner_id)).last == learner_id

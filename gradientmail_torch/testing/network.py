@@ -13,7 +13,8 @@ from gradientmail_torch.errors import MailboxUnavailable
 from gradientmail_torch.keys import check_key
 from gradientmail_torch.mailbox.base import Body, read_body
 from gradientmail_torch.mailbox.memory import MemoryMailbox
-from gradientmail_torch.testing.kernel import Kernel, Process, SimulatedThread
+from gradientmail_torch.testing.kernel import Kernel
+from gradientmail_torch.testing.process import Process, SimulatedThread
 
 T = TypeVar("T")
 

@@ -32,8 +32,9 @@ from gradientmail_torch.mailbox.base import Mailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.mailbox.wrappers import RetryingMailbox
 from gradientmail_torch.testing.faults import Crash
-from gradientmail_torch.testing.kernel import Kernel, Process, SimulatedThread, SimulationError
+from gradientmail_torch.testing.kernel import Kernel
 from gradientmail_torch.testing.network import Conditions, Event, SimulatedMailbox
+from gradientmail_torch.testing.process import Process, SimulatedThread, SimulationError
 
 __all__ = ["Conditions", "Event", "Process", "SimulatedCluster", "SimulationError"]
 
