@@ -93,8 +93,7 @@ class Taker:
         stop: threading.Event,
         clock: Clock,
     ) -> None:
-        self.ended = False
-        """Nothing is left to take, and nothing will be."""
+        self._ended = False
         self._learner_id = learner_id
         self._run = repr(mailbox)
         self._mailbox = mailbox
@@ -120,10 +119,15 @@ class Taker:
     def close(self) -> None:
         self._work.close()
 
+    @property
+    def finished(self) -> bool:
+        """Nothing more will be taken: all is done, or ``stop`` was called."""
+        return self._ended or self._stop.is_set()
+
     def take(self, timeout: float | None = None) -> Task | None:
         """The next item. Where there is none to be had now, wait for those of others, to take over a dead node's.
 
-        None at the end, which :attr:`ended` tells; after ``timeout`` seconds; after ``stop``; and when all that is
+        None at the end, which :attr:`finished` tells; after ``timeout`` seconds; after ``stop``; and when all that is
         left is held by this taker: settle it and ask again. The learner counts as waiting meanwhile, as at a barrier.
         """
         began = self._clock.monotonic()
@@ -144,7 +148,7 @@ class Taker:
                 case "held here":
                     return None
                 case _:
-                    self.ended = True
+                    self._ended = True
                     return None
         return None
 
