@@ -59,7 +59,6 @@ class Aligner:
         while not self._replica.stage(fragment, commit, values, also):
             # A version is being skipped whose round may hold our contribution: its commit decides what we keep.
             pending = fragment.pending
-            skipped = self._run.commit(fragment.index, pending.version) if pending is not None else None
-            if skipped is not None:
-                also.append(skipped)
+            if pending is not None:
+                also.append(self._run.committed(fragment.index, pending.version))
         self._advanced(fragment)

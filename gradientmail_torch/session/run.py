@@ -125,6 +125,13 @@ class Run:
             raise CorruptObject(f"{key!r} says that it is fragment {commit.fragment}, version {commit.version}: it was copied there")
         return commit
 
+    def committed(self, fragment: int, version: int) -> Commit:
+        """The commit of a version that has been committed."""
+        commit = self.commit(fragment, version)
+        if commit is None:
+            raise CorruptObject(f"{keys.commit(fragment, version)!r} in {self.mailbox!r} is gone: commits must never be deleted")
+        return commit
+
     def newest_version(self, fragment: int, *, from_version: int = 0) -> int:
         """The newest committed version of a fragment, looked for behind ``from_version``; 0 when there is none."""
         newest = from_version
@@ -185,19 +192,13 @@ class Run:
             elif step.version == 1:
                 start = self.initial(step.fragment)
             else:
-                step = self._before(step)
+                step = self.committed(step.fragment, step.version - 1)
         for ref in reversed(updates):
             update = self.tensors(ref, specs)
             if update is None:
                 return None
             start = total(start, update, specs)
         return start
-
-    def _before(self, commit: Commit) -> Commit:
-        before = self.commit(commit.fragment, commit.version - 1)
-        if before is None:
-            raise CorruptObject(f"{keys.commit(commit.fragment, commit.version - 1)!r} is gone: commits must never be deleted")
-        return before
 
     def outer_state(self, commit: Commit) -> list[Tensor] | None:
         """State of the outer optimizer, by parameter; None where the commit has none."""
