@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradientmail_torch.algorithms.algorithm import Algorithm
 from gradientmail_torch.clock import Clock
-from gradientmail_torch.errors import MailboxUnavailable
+from gradientmail_torch.errors import GradientMailError
 from gradientmail_torch.messages import Commit
 from gradientmail_torch.session.aligner import Aligner
 from gradientmail_torch.session.membership import Membership
@@ -86,7 +86,8 @@ class Engine:
 
     def wake(self, *names: str) -> None:
         for name in names:
-            self._workers[name].wake()
+            if worker := self._workers.get(name):  # none any more when a tick outlives the session
+                worker.wake()
 
     def stop(self, timeout: float) -> None:
         """End all workers and publish the last beat, which carries the membership's final state."""
@@ -100,8 +101,8 @@ class Engine:
         if self.failure is None:
             try:
                 self._membership.beat()
-            except MailboxUnavailable as error:
-                log.warning("could not say goodbye, so the others wait for this learner's lease: %s", error)
+            except GradientMailError as error:
+                log.warning("could not say goodbye, so the others may wait for this learner's lease: %s", error)
 
     def _start(self, name: str, tick: Callable[[], float]) -> None:
         self._workers[name] = Worker(

@@ -99,8 +99,9 @@ class Node:
         self.session._exchange(self.replica)
 
     def contribute(self) -> None:
-        """Take what has been done as a contribution, due or not."""
-        self.replica.contribute(self.fragment, f"{next(_NONCES):032x}")
+        """Take what has been done as a contribution, due or not, where a call has not taken it already."""
+        if self.fragment.pending is None:
+            self.replica.contribute(self.fragment, f"{next(_NONCES):032x}")
 
 
 _NONCES = itertools.count(1)

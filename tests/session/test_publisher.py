@@ -119,7 +119,7 @@ def test_where_an_earlier_life_of_the_id_is_in_the_round_the_next_one_is_taken(w
     world.turn(6)
     a.boundary()
     assert world.commit(1).merged == ()
-    assert world.commit(2).merged[0].nonce == world.record(2).nonce
+    assert (world.commit(2).merged[0].learner_id, world.commit(2).merged[0].generation) == ("a", 1)
     assert a.w == [1.0, 1.0]
     assert a.fragment.pending is None
 
