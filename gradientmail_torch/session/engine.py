@@ -75,7 +75,7 @@ class Engine:
             life,
             settings=settings,
             clock=clock,
-            peers=lambda: self._membership.peers,
+            membership=self._membership,
             seconds_per_step=seconds_per_step,
             signals=Signals(called=self._attend, hinted=lambda: self.wake("aligner"), committed=self._committed),
         )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -50,35 +51,63 @@ def take_generation(mailbox: Mailbox, learner_id: str, *, settings: Settings, cl
     Raises :class:`LearnerIdInUse` when the newest life still beats. After a crash this waits until the old
     beat has been still for ``lease`` seconds, unless the old process is known to be gone from this machine.
     """
-    generation = 0
-    for key in mailbox.list(keys.learner_lives(learner_id)):
-        generation = keys.parse_life(key).generation
-    if generation:
-        _wait_until_silent(mailbox, learner_id, generation, settings, clock)
+    generations = _generations(mailbox, learner_id)
+    previous = _newest_life(mailbox, learner_id, generations)
+    if previous is not None:
+        _wait_until_silent(mailbox, learner_id, *previous, settings, clock)
+    generation = max(generations, default=0) + 1
     life = LifeRecord(nonce=uuid4().hex, host=socket.gethostname(), machine=machine(), pid=os.getpid(), started_at=clock.wall())
-    if not mailbox.put_if_absent(keys.learner(learner_id, generation + 1), encode(life)):
+    if not mailbox.put_if_absent(keys.learner(learner_id, generation), encode(life)):
         raise LearnerIdInUse(_in_use(learner_id, mailbox))
-    if generation:
-        mailbox.delete(keys.beat(learner_id, generation))
-    return generation + 1
+    if previous is not None:
+        mailbox.delete(keys.beat(learner_id, previous[0]))
+    return generation
 
 
-def _wait_until_silent(mailbox: Mailbox, learner_id: str, generation: int, settings: Settings, clock: Clock) -> None:
-    life = read(mailbox, LifeRecord, keys.learner(learner_id, generation))
-    if life is not None and life.machine and life.machine == machine() and process_ended(life.pid):
+def _generations(mailbox: Mailbox, learner_id: str) -> list[int]:
+    found = []
+    for key in mailbox.list(keys.learner_lives(learner_id)):
+        with suppress(InvalidName):  # not ours
+            found.append(keys.parse_life(key).generation)
+    return sorted(found)
+
+
+def _newest_life(mailbox: Mailbox, learner_id: str, generations: Sequence[int]) -> tuple[int, LifeRecord] | None:
+    """The newest life that can be read; what cannot is no life, and only its number is taken."""
+    for generation in reversed(generations):
+        try:
+            life = read(mailbox, LifeRecord, keys.learner(learner_id, generation))
+        except CorruptObject as error:
+            log.warning("no life of %s: %s", learner_id, error)
+            continue
+        if life is not None:
+            return generation, life
+    return None
+
+
+def _wait_until_silent(mailbox: Mailbox, learner_id: str, generation: int, life: LifeRecord, settings: Settings, clock: Clock) -> None:
+    if life.machine and life.machine == machine() and process_ended(life.pid):
         return
     key = keys.beat(learner_id, generation)
-    first = read(mailbox, Beat, key)
+    first = _read_beat(mailbox, key)
     since = clock.monotonic()
     while first is None or first.state != "ended":
         clock.sleep(min(settings.poll_interval, settings.beat_interval))
-        beat = read(mailbox, Beat, key)
+        beat = _read_beat(mailbox, key)
         if beat is not None and (first is None or beat.count != first.count):
             if beat.state == "ended":
                 return
             raise LearnerIdInUse(_in_use(learner_id, mailbox))
         if clock.monotonic() - since >= settings.lease:
             return
+
+
+def _read_beat(mailbox: Mailbox, key: str) -> Beat | None:
+    try:
+        return read(mailbox, Beat, key)
+    except CorruptObject as error:
+        log.warning("a heartbeat that cannot be read counts as silence: %s", error)
+        return None
 
 
 def _in_use(learner_id: str, mailbox: Mailbox) -> str:
@@ -95,6 +124,7 @@ class Heartbeat:
         self._interval = interval
         self._describe = describe
         self._count = 0
+        self._next_generation = life.generation + 1
 
     def tick(self) -> float:
         self.check_not_fenced()
@@ -103,12 +133,20 @@ class Heartbeat:
         return self._interval
 
     def check_not_fenced(self) -> None:
-        """Raises :class:`LearnerFenced` when a newer life of this ID exists."""
-        if self._mailbox.get(keys.learner(self._life.learner_id, self._life.generation + 1), length=1) is not None:
-            raise LearnerFenced(
-                f"a newer process has taken over learner_id {self._life.learner_id!r} in {self._mailbox!r}: this one stops. "
-                "Was this machine suspended, or does another node have the same ID?"
-            )
+        """Raises :class:`LearnerFenced` when a newer life of this ID exists. What cannot be read is none."""
+        newer: LifeRecord | None = None
+        while newer is None:
+            try:
+                newer = read(self._mailbox, LifeRecord, keys.learner(self._life.learner_id, self._next_generation))
+                if newer is None:
+                    return
+            except CorruptObject as error:
+                log.warning("no newer life of %s, and it fences nobody: %s", self._life.learner_id, error)
+                self._next_generation += 1
+        raise LearnerFenced(
+            f"a newer process has taken over learner_id {self._life.learner_id!r} in {self._mailbox!r}: this one stops. "
+            "Was this machine suspended, or does another node have the same ID?"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +159,24 @@ class Peer:
     live: bool
 
 
-class Observer:
-    """Watches the beats of all learners."""
+@dataclass(slots=True)
+class _Sighting:
+    beat: Beat
+    since: float
+    """When this beat was first seen."""
+    read_at: float
+    """When it was last seen unchanged."""
 
+
+class Observer:
+    """Watches the beats of all learners, at most ``WATCHED`` of them at each observation.
+
+    In a larger run they take turns, so that what a node spends on watching does not grow with the run; a death is
+    then noticed later, and until it is, rounds do without the dead for another reason (:meth:`Syncer` expects only
+    those that have contributed to the round before).
+    """
+
+    WATCHED = 64
     STILL_CHECK_EVERY = 5
     """Lives that have been found dead are read only at every so many observations."""
 
@@ -131,13 +184,27 @@ class Observer:
         self._mailbox = mailbox
         self._lease = lease
         self._clock = clock
-        self._seen: dict[keys.Life, tuple[Beat, float]] = {}
+        self._seen: dict[keys.Life, _Sighting] = {}
         self._ended: set[keys.Life] = set()
         self._observed_at: float | None = None
         self._observations = 0
+        self.sampled = False
+        """Whether there are more learners than can be watched at once."""
 
     def observe(self) -> dict[str, Peer]:
-        """The newest life of each learner ID that has not ended."""
+        """The newest life of each learner ID that has not ended, as far as it has been seen."""
+        lives = self._newest_lives()
+        self._observations += 1
+        began = self._clock.monotonic()
+        if self._observed_at is not None and began - self._observed_at > self._lease / 3:
+            for sighting in self._seen.values():
+                sighting.since = began  # our own silence proves nothing about theirs
+        for life in self._turn([life for life in lives if life not in self._ended]):
+            self._look(life)
+        self._observed_at = self._clock.monotonic()
+        return {life.learner_id: self._peer(life) for life in lives if life in self._seen and life not in self._ended}
+
+    def _newest_lives(self) -> list[keys.Life]:
         newest: dict[str, int] = {}
         for key in self._mailbox.list(keys.BEATS):
             try:
@@ -145,34 +212,38 @@ class Observer:
             except InvalidName:
                 continue  # not ours
             newest[life.learner_id] = max(life.generation, newest.get(life.learner_id, 0))
-        self._observations += 1
-        began = self._clock.monotonic()
-        if self._observed_at is not None and began - self._observed_at > self._lease / 3:
-            self._seen = {life: (beat, began) for life, (beat, _) in self._seen.items()}
-        lives = [keys.Life(learner_id, generation) for learner_id, generation in newest.items()]
-        for life in lives:
-            self._look(life)
-        self._observed_at = self._clock.monotonic()
-        return {life.learner_id: self._peer(life) for life in lives if life in self._seen and life not in self._ended}
+        return [keys.Life(learner_id, generation) for learner_id, generation in newest.items()]
+
+    def _turn(self, lives: list[keys.Life]) -> list[keys.Life]:
+        """Those whose beats are read now."""
+        self.sampled = len(lives) > self.WATCHED
+        if not self.sampled:
+            return lives
+        begin = self._observations * self.WATCHED % len(lives)
+        return (lives + lives)[begin : begin + self.WATCHED]
 
     def _look(self, life: keys.Life) -> None:
         known = self._seen.get(life)
-        dead = known is not None and self._clock.monotonic() - known[1] >= self._lease
-        if life in self._ended or (dead and self._observations % self.STILL_CHECK_EVERY):
+        if known is not None and not self._lives(known) and self._observations % self.STILL_CHECK_EVERY and not self.sampled:
             return
         try:
             beat = read(self._mailbox, Beat, keys.beat(*life))
         except CorruptObject as error:
             log.warning("learner %s: its heartbeat cannot be read, so it counts as silent: %s", life.learner_id, error)
-            return
+            beat = known.beat if known is not None else None
         if beat is None:
             return
+        now = self._clock.monotonic()
         if beat.state == "ended":
             self._ended.add(life)
-        if known is None or known[0].count != beat.count or known[0].state != beat.state:
-            self._seen[life] = (beat, self._clock.monotonic())
+        if known is None or (known.beat.count, known.beat.state) != (beat.count, beat.state):
+            self._seen[life] = _Sighting(beat, now, now)
+        else:
+            known.read_at = now
+
+    def _lives(self, sighting: _Sighting) -> bool:
+        return sighting.read_at - sighting.since < self._lease
 
     def _peer(self, life: keys.Life) -> Peer:
-        beat, since = self._seen[life]
-        live = self._clock.monotonic() - since < self._lease
-        return Peer(learner_id=life.learner_id, generation=life.generation, beat=beat, live=live)
+        sighting = self._seen[life]
+        return Peer(learner_id=life.learner_id, generation=life.generation, beat=sighting.beat, live=self._lives(sighting))

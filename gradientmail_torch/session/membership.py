@@ -54,6 +54,11 @@ class Membership:
         self.peers = self._observer.observe()
         return self._settings.beat_interval
 
+    @property
+    def sampled(self) -> bool:
+        """Whether there are more learners than are watched at once."""
+        return self._observer.sampled
+
     def training(self) -> int:
         """Live learners in training, this one included."""
         return max(1, sum(peer.live and peer.beat.state == "training" for peer in self.peers.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gradientmail_torch import keys
 from gradientmail_torch.clock import Clock
@@ -36,10 +36,17 @@ class Retention:
         if not seen or seen[-1][0] < version:
             seen.append((version, self._clock.monotonic()))
 
-    def after_commit(self, fragment: int, version: int) -> None:
-        """Called by the syncer of ``version``; sweeps once in ``keep`` versions."""
+    def after_commit(self, fragment: int, version: int, records: Iterable[str]) -> None:
+        """Called by the syncer of ``version``: what the commit says of ``records`` has taken their place.
+
+        Deleting them at once keeps the listing of open rounds, which everyone reads, as short as it can be.
+        """
         self.note(fragment, version)
-        if self._keep is not None and version % max(1, self._keep) == 0:
+        if self._keep is None:
+            return
+        for key in records:
+            self._run.mailbox.delete(key)
+        if version % self._keep == 0:
             self.sweep(fragment, version)
 
     def sweep(self, fragment: int, newest: int) -> int:

@@ -22,6 +22,7 @@ from gradientmail_torch.errors import CorruptObject, InvalidName
 from gradientmail_torch.messages import Claim, Commit, encode, read
 from gradientmail_torch.session.closing_round import ClosingRound
 from gradientmail_torch.session.lease import Peer
+from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.parameters import difference, total
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.retention import Retention
@@ -69,7 +70,7 @@ class Syncer:
         *,
         settings: Settings,
         clock: Clock,
-        peers: Callable[[], Mapping[str, Peer]],
+        membership: Membership,
         seconds_per_step: Callable[[], float],
         signals: Signals,
     ) -> None:
@@ -80,7 +81,7 @@ class Syncer:
         self._life = life
         self._settings = settings
         self._clock = clock
-        self._peers = peers
+        self._membership = membership
         self._seconds_per_step = seconds_per_step
         self._signals = signals
         self._watches: dict[tuple[int, int], _Watch] = {}
@@ -143,10 +144,11 @@ class Syncer:
     def _consider(self, fragment: Fragment, version: int, contributors: frozenset[str]) -> None:
         now = self._clock.monotonic()
         watch = self._watches.setdefault((fragment.index, version), _Watch())
-        live = {learner_id: peer for learner_id, peer in self._peers().items() if peer.live}
+        live = {learner_id: peer for learner_id, peer in self._membership.peers.items() if peer.live}
+        training = frozenset(i for i, peer in live.items() if peer.beat.state == "training")
         view = RoundView(
             contributors=contributors,
-            training=frozenset(i for i, peer in live.items() if peer.beat.state == "training"),
+            training=training & fragment.recent if self._membership.sampled else training,
             staying=frozenset(i for i, peer in live.items() if peer.beat.state != "leaving"),
         )
         if not quorum_reached(view, self._algorithm.quorum):
@@ -230,7 +232,7 @@ class Syncer:
             if self._run.commit(fragment.index, version) is not None:
                 return  # this learner slept: the round is long committed, and the state it needed is swept away
             raise
-        closing = ClosingRound(self._run, fragment.index, version)
+        closing = ClosingRound(self._run, fragment.index, version, before)
         method = self._algorithm.merge_method(max(1, len(closing.records)))
         merged = merge(closing.contributions, fragment.specs, method)
         if not closing.merged and not closing.left_out:
@@ -287,7 +289,7 @@ class Syncer:
         )
         if self._run.mailbox.put_if_absent(keys.commit(fragment.index, version), encode(commit)):
             self._signals.committed(fragment, commit, values)
-            self._retention.after_commit(fragment.index, version)
+            self._retention.after_commit(fragment.index, version, {*closing.records, *closing.left_out})
             return
         winner = self._run.commit(fragment.index, version)
         if winner is not None and winner.nonce != nonce:
