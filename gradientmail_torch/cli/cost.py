@@ -82,9 +82,7 @@ def _parts(shown: Cost) -> Iterator[RenderableType]:
         add(use, learner.learner_id, duration(learner.seconds), f"{u.writes:,.0f}", f"{u.reads:,.0f}", size(u.bytes_up), size(u.bytes_down))
     yield use
     if shown.lives_not_counted:
-        yield Text(
-            f"{plural(shown.lives_not_counted, 'earlier life').replace('lifes', 'lives')} of restarted learners not counted", "yellow"
-        )
+        yield Text(f"{plural(shown.lives_not_counted, 'earlier life', 'earlier lives')} of restarted learners not counted", "yellow")
     stores = table("store", "so far, $", "a node-hour, $", "", right=("so far, $", "a node-hour, $"))
     for store in shown.stores:
         add(stores, store.store, dollars(store.so_far), dollars(store.per_node_hour), store.label + (" (this one)" if store.here else ""))

@@ -39,8 +39,8 @@ def dollars(amount: float) -> str:
     return f"{amount:.2f}" if amount >= 1 else f"{amount:.2g}" if amount >= 1e-4 else "< 0.0001"
 
 
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def bits_per_second(text: str) -> float:

@@ -154,3 +154,38 @@ def plan(
             chosen = plans.plan(situation, replace(chosen.settings, sync_every=sync_every), price_table)
         others = tuple(recommend(wire=each) for each in ("fp32", "bf16", "int8", "int4"))
         print_json(chosen) if json else out.print(plans.screen(chosen, price_table, others=others))
+
+
+@app.command()
+def doctor(
+    url: URL,
+    json: Json = False,
+    megabytes: Annotated[float, typer.Option(min=0.001, help="Size of the object by which bandwidth is measured.")] = 18.0,
+    params: Annotated[str, typer.Option(help="Parameters of the model whose price is estimated.")] = "100M",
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the run whose price is estimated.")] = 4,
+    prices: Prices = None,
+) -> None:
+    """Whether this store does what a run needs: each failure with its cure. Leaves nothing behind.
+
+    Writes, creates, races for objects with 8 threads, lists, uploads in parts, measures latency and bandwidth,
+    looks at the clock and the permissions, and estimates the price. Exit status 1 when something failed.
+    """
+    from gradientmail_torch.cli.doctor import Doctor
+    from gradientmail_torch.cli.formats import number
+    from gradientmail_torch.cli.prices import load
+
+    marks = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "bold red"), "skipped": ("–", "dim")}
+    with told():
+        mailbox = open_mailbox(url, probed=False)
+        examination = Doctor(mailbox, prices=load(prices), large_bytes=int(megabytes * 1e6), parameters=number(params), nodes=nodes)
+        checks = []
+        for check in examination.examine():
+            checks.append(check)
+            if not json:
+                out.print(Text.assemble(marks[check.verdict], f" {check.name}: {printable(check.found)}"), soft_wrap=True)
+                if check.cure:
+                    out.print(Text(f"  → {printable(check.cure)}", "yellow"), soft_wrap=True)
+        if json:
+            print_json(checks)
+    if any(check.verdict == "failed" for check in checks):
+        raise typer.Exit(1)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -168,6 +169,17 @@ class S3Mailbox:
     def delete(self, key: str) -> None:
         with self._translated("delete", key):
             self._client.delete_object(Bucket=self.bucket, Key=self._full(key))
+
+    def server_time(self) -> float | None:
+        """Seconds since 1970 by the store's clock, to the second; None where it does not say. One listing."""
+        with self._translated("ask the time at", self.prefix):
+            metadata: Any
+            try:
+                metadata = self._client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix, MaxKeys=1)["ResponseMetadata"]
+            except ClientError as error:  # a refusal bears the time as well
+                metadata = error.response["ResponseMetadata"]
+        date = metadata.get("HTTPHeaders", {}).get("date")
+        return parsedate_to_datetime(date).timestamp() if date else None
 
     def _full(self, key: str) -> str:
         return self.prefix + check_key(key)
