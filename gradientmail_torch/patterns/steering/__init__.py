@@ -7,10 +7,12 @@ from gradientmail_torch.patterns.steering.agents import agent, event_responder, 
 from gradientmail_torch.patterns.steering.queues.base import ServerInfo, TaskQueues
 from gradientmail_torch.patterns.steering.queues.mailbox import MailboxQueues
 from gradientmail_torch.patterns.steering.queues.pipes import PipeQueues
+from gradientmail_torch.patterns.steering.queues.redis import RedisQueue, RedisQueues
 from gradientmail_torch.patterns.steering.resources import ResourceCounter
 from gradientmail_torch.patterns.steering.result import FailureInformation, ResourceRequirements, Result
 from gradientmail_torch.patterns.steering.servers.local import LocalTaskServer
 from gradientmail_torch.patterns.steering.servers.mailbox import MailboxTaskServer
+from gradientmail_torch.patterns.steering.servers.parsl import ParslTaskServer
 from gradientmail_torch.patterns.steering.thinker import BaseThinker
 
 __all__ = [
@@ -19,7 +21,10 @@ __all__ = [
     "LocalTaskServer",
     "MailboxQueues",
     "MailboxTaskServer",
+    "ParslTaskServer",
     "PipeQueues",
+    "RedisQueue",
+    "RedisQueues",
     "ResourceCounter",
     "ResourceRequirements",
     "Result",

@@ -105,3 +105,22 @@ def think_and_die(folder: str, log: str, tasks: int) -> None:
         queues.ack(result)
     queues.get_result(timeout=60)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def htex(run_dir: str, workers: int = 1) -> Any:
+    """Parsl's high-throughput executor on this machine."""
+    from parsl.config import Config
+    from parsl.executors import HighThroughputExecutor
+    from parsl.providers import LocalProvider
+
+    provider = LocalProvider(init_blocks=1, max_blocks=1, worker_init=f"export PYTHONPATH={os.pathsep.join(filter(None, sys.path))}")
+    executor = HighThroughputExecutor(
+        label="htex",
+        address="127.0.0.1",
+        max_workers_per_node=workers,
+        provider=provider,
+        encrypted=False,
+        heartbeat_period=1,  # how often it looks whether a worker has died
+        heartbeat_threshold=10,
+    )
+    return Config(executors=[executor], strategy="none", run_dir=run_dir, usage_tracking=0, initialize_logging=False)
