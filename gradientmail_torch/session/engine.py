@@ -89,6 +89,10 @@ class Engine:
             if worker := self._workers.get(name):  # none any more when a tick outlives the session
                 worker.wake()
 
+    def next_tick(self, name: str) -> Callable[[], bool]:
+        """See :meth:`Worker.next_tick`."""
+        return self._workers[name].next_tick()
+
     def stop(self, timeout: float) -> None:
         """End all workers and publish the last beat, which carries the membership's final state."""
         for worker in self._workers.values():

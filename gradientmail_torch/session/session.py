@@ -278,7 +278,9 @@ class Session:
             raise
         self._end()
         if missing:
-            raise RunTimeout(f"{self.learner_id} left after {timeout:g} s without {missing}; {self._who_is_there()}")
+            raise RunTimeout(
+                f"{self.learner_id} left after {timeout:g} s without {missing} (quorum: {self.algorithm.quorum}); {self._who_is_there()}"
+            )
 
     def leave(self, timeout: float = 10.0, *, contribute: bool = True) -> None:
         """Leave the run, publishing what can be published within ``timeout`` seconds. Never raises for the rest.
@@ -335,19 +337,22 @@ class Session:
     def _commit_last_rounds(self, deadline: float) -> str:
         """The last learners to leave see to it that no open round is left behind."""
         while True:
-            ticks = self._engine.syncer.ticks
-            self._engine.wake("observer", "syncer")
-            while self._engine.syncer.ticks < ticks + 2:  # the first may have begun before our last commit
-                if self._clock.monotonic() >= deadline:
-                    return self._open_round()
-                self._raise_failure()
-                self._clock.sleep(self._settings.poll_interval / 2)
-                self._engine.wake("syncer")
+            # One after the other: who says that it leaves before it looks at the others' states cannot miss one
+            # that does the same, so the last of any number knows that it is.
+            for worker in ("heartbeat", "observer", "syncer"):
+                ended = self._engine.next_tick(worker)
+                while not ended():
+                    if self._clock.monotonic() >= deadline:
+                        return self._open_round()
+                    self._raise_failure()
+                    self._clock.sleep(self._settings.poll_interval / 10)
             if self._membership.others("joining", "training", "waiting") or not self._engine.syncer.open_rounds:
                 return ""
 
     def _open_round(self) -> str:
-        index, version = min(self._engine.syncer.open_rounds, default=(0, 0))
+        if not self._engine.syncer.open_rounds:
+            return "an answer of the mailbox"
+        index, version = min(self._engine.syncer.open_rounds)
         return f"the commit of fragment {index}, version {version}, to which others have contributed"
 
     def _wait(self, deadline: float) -> None:

@@ -91,7 +91,6 @@ class Syncer:
         """Moving average of the time that this learner takes to merge and commit a round."""
         self.open_rounds: dict[tuple[int, int], frozenset[str]] = {}
         """Contributors of the open rounds as last listed, by fragment and version."""
-        self.ticks = 0
 
     def tick(self) -> float:
         listing = self._list_rounds()
@@ -106,7 +105,6 @@ class Syncer:
                     self._signals.called()
                 self._consider(fragment, version, contributors)
         self._watches = {key: watch for key, watch in self._watches.items() if key in rounds}
-        self.ticks += 1
         return self._pause(listing)
 
     def _list_rounds(self) -> list[str]:

@@ -29,11 +29,18 @@ class Worker:
         self._on_failure = on_failure
         self._awake = threading.Event()
         self._stopping = False
+        self._begun = self._ended = 0
         self._task = clock.spawn(self._run, name=name)
 
     def wake(self) -> None:
         """Have ``tick`` called now."""
         self._awake.set()
+
+    def next_tick(self) -> Callable[[], bool]:
+        """Have ``tick`` called now. What is returned says whether a call that began after this has ended well."""
+        number = self._begun + 1
+        self._awake.set()
+        return lambda: self._ended >= number
 
     def stop(self) -> None:
         """Ask the thread to end after the present tick; :meth:`join` waits for it."""
@@ -43,11 +50,18 @@ class Worker:
     def join(self, timeout: float) -> bool:
         return self._task.join(timeout)
 
+    def tick(self) -> float:
+        """One call, in whichever thread; the worker's own, but for tests."""
+        self._begun += 1
+        pause = self._tick()
+        self._ended = self._begun
+        return pause
+
     def _run(self) -> None:
         answered = self._clock.monotonic()
         while not self._stopping:
             try:
-                pause = self._tick()
+                pause = self.tick()
                 answered = self._clock.monotonic()
             except MailboxUnavailable as error:
                 away = self._clock.monotonic() - answered

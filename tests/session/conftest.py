@@ -68,7 +68,7 @@ class Node:
     def tick(self, *workers: str) -> None:
         """One tick of each worker named, or of all."""
         for name in workers or WORKERS:
-            self.engine._workers[name]._tick()
+            self.engine._workers[name].tick()
 
     def until(self, condition: Callable[[], object], *workers: str) -> None:
         """Tick until ``condition`` holds, a second after the other; fails where it never does."""
