@@ -27,6 +27,9 @@ def main() -> None:
     one.add_argument("table")
     one.add_argument("row")
     one.add_argument("seed", type=int)
+    micro = commands.add_parser("micro", help="parts by themselves")
+    micro.add_argument("names", nargs="*", help="all unless given: merging, formats, transfer, step, start")
+    commands.add_parser("gpu", help="what holds on a CUDA device")
     options = parser.parse_args()
     match options.command:
         case "environments":
@@ -49,6 +52,14 @@ def main() -> None:
             from benchmarks import convergence
 
             convergence.train(options.table, options.row, options.seed)
+        case "micro":
+            from benchmarks import micro
+
+            print(json.dumps(micro.run(options.names), indent=1))
+        case "gpu":
+            from benchmarks import gpu_checks
+
+            print(json.dumps(gpu_checks.run(), indent=1))
 
 
 if __name__ == "__main__":
