@@ -123,8 +123,9 @@ class Session:
                 now=clock.wall(),
                 values=lambda fragment: initial_values(access, fragment),
             )
-            self._replica = self._load(access)
-            self._engine.start(self.run, self._replica, self.algorithm, seconds_per_step=lambda: self._seconds_per_step)
+            replica = self._load(access)
+            self._engine.start(self.run, replica, self.algorithm, seconds_per_step=lambda: self._seconds_per_step)
+            self._replica = replica  # from here on the heartbeat speaks of it
         except BaseException:
             self._membership.state = "ended"
             self._engine.stop(STOP_SECONDS)
