@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradientmail_torch import messages
 from gradientmail_torch.clock import Clock, Task
 from gradientmail_torch.errors import ConfigError, CorruptObject, GradientMailError
-from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.mailbox import Body, Mailbox
 from gradientmail_torch.messages import Count, Nonce, Record
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,60 @@ class Heartbeat:
                 self._owed = True
 
 
+class Attentive:
+    """A mailbox that knows since when its user has been awake and online, by the requests that succeeded."""
+
+    PAGE_KEYS = 1000
+
+    def __init__(self, inner: Mailbox, *, lease: float, clock: Clock) -> None:
+        self.inner = inner
+        self._lease = lease
+        self._clock = clock
+        self._lock = threading.Lock()  # never held over a mailbox operation
+        self._last: float | None = None
+        self._since = 0.0
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    @property
+    def awake_since(self) -> float:
+        """The end of the last time of more than ``lease / 3`` seconds in which no request succeeded."""
+        with self._lock:
+            return self._since
+
+    def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes | None:
+        found = self.inner.get(key, start=start, length=length)
+        self._succeeded()
+        return found
+
+    def put(self, key: str, body: Body) -> None:
+        self.inner.put(key, body)
+        self._succeeded()
+
+    def put_if_absent(self, key: str, body: Body) -> bool:
+        created = self.inner.put_if_absent(key, body)
+        self._succeeded()
+        return created
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
+        for place, key in enumerate(self.inner.list(prefix, after=after)):
+            if place % self.PAGE_KEYS == 0:
+                self._succeeded()
+            yield key
+
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+        self._succeeded()
+
+    def _succeeded(self) -> None:
+        now = self._clock.monotonic()
+        with self._lock:
+            if self._last is None or now - self._last > self._lease / 3:
+                self._since = now
+            self._last = now
+
+
 @dataclass(slots=True)
 class Observation:
     """What an observer has seen of one heartbeat, on its own monotonic clock."""
@@ -127,9 +182,14 @@ class Observation:
     _unchanged_since: float | None = None
     _read_at: float = 0.0
 
-    def see(self, beat: bytes | None, *, began: float, ended: float) -> None:
-        """Take in ``beat``, read between the times ``began`` and ``ended``."""
-        away = began - self._read_at > self.lease_s / 3  # our own silence is not the other's
+    def see(self, beat: bytes | None, *, began: float, ended: float, awake_since: float | None = None) -> None:
+        """Take in ``beat``, read between the times ``began`` and ``ended``.
+
+        An observer that was away starts afresh: its own silence is not the other's. It was away when more than a
+        third of the lease lies between two reads of this beat, or, where it counts all its requests, when
+        ``awake_since`` lies between them.
+        """
+        away = began - self._read_at > self.lease_s / 3 if awake_since is None else awake_since > self._read_at
         if self._unchanged_since is None or away or beat != self._last:
             self._unchanged_since = ended
         self._last, self._read_at = beat, began
@@ -141,35 +201,50 @@ class Observation:
 
 
 @dataclass(slots=True)
-class Seen:
+class _Party:
     """Another party, as seen from here."""
 
     observation: Observation
     beat: Beat | None = None
     read_at: float | None = None
 
-    @property
-    def stale(self) -> bool:
-        return self.observation.stale
-
 
 class Watch:
-    """Looks at the heartbeats of others. Beats are untrusted: one that cannot be read counts by its changes alone."""
+    """Looks at the heartbeats of others. Beats are untrusted: one that cannot be read counts by its changes alone.
 
-    def __init__(self, mailbox: Mailbox, *, lease: float, clock: Clock) -> None:
+    Args:
+        mailbox: where the heartbeats are.
+        attentive: what ``mailbox`` and the observer's other requests go through.
+    """
+
+    def __init__(self, mailbox: Mailbox, attentive: Attentive, *, lease: float, clock: Clock) -> None:
         self._mailbox = mailbox
+        self._attentive = attentive
         self._lease = lease
         self._clock = clock
         self._lock = threading.Lock()  # never held over a mailbox operation
-        self._seen: dict[str, Seen] = {}
+        self._parties: dict[str, _Party] = {}
+        self._first_seen: dict[str, float] = {}
 
-    def look(self, key: str) -> Seen:
-        """The party that beats at ``key``: one GET, but seldom enough that many items of one party cost one."""
+    def has_left(self, nonce: str, key: str, since: int) -> bool:
+        """Whether the party that beats at ``key`` has given up claim ``nonce``, begun at its beat ``since``, or is dead.
+
+        One GET, but seldom enough that many claims of one party cost one. A party that holds nothing need not beat,
+        so that the lease counts from the first look at the claim.
+        """
+        party = self._look(key)
+        with self._lock:
+            assert party.read_at is not None
+            claim_seen_for_s = party.read_at - self._first_seen.setdefault(nonce, party.read_at)
+            silent = party.observation.stale and claim_seen_for_s >= self._lease
+            return silent or (party.beat is not None and party.beat.gave_up(nonce, since))
+
+    def _look(self, key: str) -> _Party:
         began = self._clock.monotonic()
         with self._lock:
-            seen = self._seen.setdefault(key, Seen(Observation(self._lease)))
-            if seen.read_at is not None and began - seen.read_at < self._lease / 20:
-                return seen
+            party = self._parties.setdefault(key, _Party(Observation(self._lease)))
+            if party.read_at is not None and began - party.read_at < self._lease / 20:
+                return party
         data = self._mailbox.get(key, length=messages.MAX_RECORD_BYTES)
         ended = self._clock.monotonic()
         try:
@@ -178,6 +253,6 @@ class Watch:
             log.warning("%s", error)
             beat = None
         with self._lock:
-            seen.observation.see(data, began=began, ended=ended)
-            seen.beat, seen.read_at = beat, began
-        return seen
+            party.observation.see(data, began=began, ended=ended, awake_since=self._attentive.awake_since)
+            party.beat, party.read_at = beat, began
+        return party

@@ -39,7 +39,7 @@ from gradientmail_torch.errors import ConfigError, CorruptObject, InvalidName, W
 from gradientmail_torch.keys import WorkKeys, check_learner_id, parse_claim
 from gradientmail_torch.mailbox import Mailbox, RetryingMailbox
 from gradientmail_torch.messages import Count, Nonce, Record
-from gradientmail_torch.patterns.heartbeat import Heartbeat, Watch
+from gradientmail_torch.patterns.heartbeat import Attentive, Heartbeat, Watch
 from gradientmail_torch.patterns.json_values import from_json, to_json
 
 __all__ = ["Claim", "LeasedWork", "Outcome", "Status", "WorkKeys"]
@@ -102,7 +102,8 @@ class LeasedWork:
     :class:`~gradientmail_torch.errors.MailboxError` and can then be called again.
 
     Args:
-        mailbox: where the items are.
+        mailbox: where the items are. As :class:`Attentive` it may be shared with other requests of this party,
+            which then count as signs that it is awake.
         keys: the names of the objects; override its methods to place outcomes elsewhere.
         learner_id: who this is, for people; a fresh owner name is drawn for each object of this class.
         lease: seconds without a new beat after which another party takes over; the same for all parties.
@@ -110,7 +111,8 @@ class LeasedWork:
             so that work which kills its process ends. None: without end.
         outage_timeout: seconds for which an operation waits for a mailbox that does not answer. Heartbeats do
             not wait: one that fails is tried again at the next.
-        watch: what has been seen of others; give one to keep it over several objects of this class.
+        watch: what has been seen of others; give one to keep it over several objects of this class, which then
+            must share an :class:`Attentive` mailbox.
     """
 
     def __init__(
@@ -131,14 +133,15 @@ class LeasedWork:
         if max_attempts is not None and max_attempts < 1:
             raise ConfigError(f"max_attempts must be None or at least 1, not {max_attempts!r}")
         self._rng = rng or random.Random()
-        self._mailbox = RetryingMailbox(mailbox, patience_s=outage_timeout, clock=clock, rng=self._rng)
+        attentive = mailbox if isinstance(mailbox, Attentive) else Attentive(mailbox, lease=lease, clock=clock)
+        self._mailbox = RetryingMailbox(attentive, patience_s=outage_timeout, clock=clock, rng=self._rng)
         self._keys = keys
         self._clock = clock
         self._lease = lease
         self._max_attempts = max_attempts
         self.owner = f"{check_learner_id(learner_id)}-{self._nonce()}"
         self._heart = Heartbeat(mailbox, keys.beat(self.owner), interval=lease / 5, clock=clock)
-        self._watch = watch or Watch(self._mailbox, lease=lease, clock=clock)
+        self._watch = watch or Watch(self._mailbox, attentive, lease=lease, clock=clock)
         self._standings: dict[str, _Standing] = {}
         self._lock = threading.Lock()  # never held over a mailbox operation
 
@@ -292,8 +295,7 @@ class LeasedWork:
     def _is_free(self, record: _ClaimRecord) -> bool:
         if record.owner == self.owner:
             return not self._heart.holds(record.nonce)
-        seen = self._watch.look(self._keys.beat(record.owner))
-        return seen.stale or (seen.beat is not None and seen.beat.gave_up(record.nonce, record.beat))
+        return self._watch.has_left(record.nonce, self._keys.beat(record.owner), record.beat)
 
     def _abandon(self, item: str, standing: _Standing) -> Outcome:
         return self._settle(

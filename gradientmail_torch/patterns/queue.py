@@ -15,6 +15,7 @@ from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, RunTimeout, WorkFenced
 from gradientmail_torch.keys import QueueKeys, check_learner_id, parse_claim
 from gradientmail_torch.mailbox import Mailbox, RetryingMailbox, open_mailbox
+from gradientmail_torch.patterns.heartbeat import Attentive
 from gradientmail_torch.patterns.leased_work import LeasedWork, Outcome
 from gradientmail_torch.patterns.queue_cursor import Cursor
 from gradientmail_torch.patterns.queue_items import Items, Manifest, publish
@@ -91,7 +92,7 @@ class SharedQueue:
         self.learner_id = check_learner_id(learner_id)
         self._keys = QueueKeys.of(name)
         self._rng = rng or random.Random()
-        self._direct = open_mailbox(mailbox, clock=clock)
+        self._direct = Attentive(open_mailbox(mailbox, clock=clock), lease=lease, clock=clock)
         self._mailbox = RetryingMailbox(self._direct, patience_s=outage_timeout, clock=clock, rng=self._rng)
         self._lease = lease
         self._poll_interval = poll_interval

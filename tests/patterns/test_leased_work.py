@@ -9,6 +9,7 @@ import pytest
 from gradientmail_torch.errors import ConfigError, MailboxUnavailable, WorkFenced
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, open_mailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
+from gradientmail_torch.patterns.heartbeat import Attentive
 from gradientmail_torch.patterns.leased_work import Claim, LeasedWork, Outcome, WorkKeys
 from gradientmail_torch.testing.clock import ManualClock
 from gradientmail_torch.testing.faults import LostAnswers, Outage, nth
@@ -74,6 +75,35 @@ def test_an_observer_that_was_away_starts_its_observation_afresh(party: Party, q
     clock.advance(1000.0)
     assert watch(b, clock, 8.0) is None
     assert claimed(watch(b, clock, 1.0)).attempt == 2
+
+
+def test_an_observer_busy_with_other_requests_was_not_away(party: Party, mailbox: MemoryMailbox, quiet_clock: type[ManualClock]) -> None:
+    """Found by simulation: with a slow store, looks at one beat lay so far apart that nobody ever took over."""
+    clock = quiet_clock()
+    box = Attentive(mailbox, lease=9.0, clock=clock)
+    a, b = party("a"), party("b", clock=clock, box=box)
+    claimed(a.claim("job"))
+    assert b.claim("job") is None
+    for _ in range(4):
+        clock.advance(2.5)
+        box.get("another-key")
+    assert claimed(b.claim("job")).attempt == 2
+
+
+def test_the_lease_counts_from_the_first_look_at_a_claim(party: Party, mailbox: MemoryMailbox, quiet_clock: type[ManualClock]) -> None:
+    """An owner that holds nothing need not beat, and may claim again after a long time."""
+    clock = quiet_clock()
+    box = Attentive(mailbox, lease=9.0, clock=clock)
+    a, b = party("a"), party("b", clock=clock, box=box)
+    first = claimed(a.claim("job"))
+    assert b.claim("job") is None
+    a.finish(first)
+    for _ in range(100):
+        clock.advance(2.5)
+        box.get("another-key")
+    claimed(a.claim("next"))
+    assert watch(b, clock, 8.0, "next") is None
+    assert claimed(watch(b, clock, 2.0, "next")).attempt == 2
 
 
 def test_a_beat_puts_the_takeover_off(party: Party, mailbox: MemoryMailbox, quiet_clock: type[ManualClock]) -> None:

@@ -12,7 +12,7 @@ from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import ConfigError, CorruptObject, RunTimeout
 from gradientmail_torch.keys import SyncKeys, check_learner_id
 from gradientmail_torch.mailbox import Mailbox, RetryingMailbox, open_mailbox
-from gradientmail_torch.patterns.heartbeat import Watch
+from gradientmail_torch.patterns.heartbeat import Attentive, Watch
 from gradientmail_torch.patterns.leased_work import LeasedWork
 from gradientmail_torch.patterns.synchronization.dag import Dag
 from gradientmail_torch.patterns.synchronization.ledger import Ledger
@@ -59,11 +59,11 @@ class Party:
         self._settings = settings
         self._clock = clock
         self._rng = rng or random.Random()
-        self._direct = open_mailbox(mailbox, clock=clock)
+        self._direct = Attentive(open_mailbox(mailbox, clock=clock), lease=settings.lease, clock=clock)
         patient = RetryingMailbox(self._direct, patience_s=settings.outage_timeout, clock=clock, rng=self._rng)
         self.ledger = Ledger(patient, keys, dag, owner=learner_id, clock=clock, rng=self._rng)
         self.runner = Runner(self.ledger)
-        self._watch = Watch(patient, lease=settings.lease, clock=clock)
+        self._watch = Watch(patient, self._direct, lease=settings.lease, clock=clock)
         self.ledger.found()
 
     def work(self) -> LeasedWork:
