@@ -133,13 +133,16 @@ class TaskQueues(ABC):
         )
         task.mark("created", self.clock)
         task.time.serialize_inputs = task.serialize(self.clock)
+        self._submit(task, topic)
+        return task.task_id
+
+    def _submit(self, task: Result, topic: str) -> None:
         self._register(task.task_id, topic)  # before it is sent: the result may be quicker than our return
         try:
             self._send_request(task)
         except BaseException:
             self._finished(task.task_id)
             raise
-        return task.task_id
 
     def get_result(self, topic: str = "default", timeout: float | None = None) -> Result:
         """The next result of ``topic``, in the order in which they arrive; with ``complete=False`` an intermediate one.
@@ -148,13 +151,16 @@ class TaskQueues(ABC):
         """
         self._check_role(QueueRole.CLIENT, "get_result")
         self._check_topic(topic)
+        return self._received(self._wait_for_result(topic, timeout))
+
+    def _wait_for_result(self, topic: str, timeout: float | None) -> Result:
         began = self.clock.monotonic()
         vigil = _Vigil(self, self._server_timeout)
         while True:
             left = SLICE_S if timeout is None else began + timeout - self.clock.monotonic()
             found = self._take_result(topic, min(max(left, 0.0), SLICE_S))
             if found is not None:
-                return self._received(found)
+                return found
             if self._abandoned is not None:
                 raise ThinkerFailed("another agent of the Thinker has failed, so nobody waits any more") from self._abandoned
             if left <= 0:
@@ -168,9 +174,12 @@ class TaskQueues(ABC):
             result.inputs = ((), {})
             result.set_failure(FailureInformation.from_exception(error))
         result.mark("result_received", self.clock)
+        self._settle(result)
+        return result
+
+    def _settle(self, result: Result) -> None:
         if result.complete is not False:
             self._finished(result.task_id)
-        return result
 
     @property
     def active_count(self) -> int:
