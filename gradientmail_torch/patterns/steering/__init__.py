@@ -8,12 +8,14 @@ from gradientmail_torch.patterns.steering.queues.base import ServerInfo, TaskQue
 from gradientmail_torch.patterns.steering.queues.mailbox import MailboxQueues
 from gradientmail_torch.patterns.steering.queues.pipes import PipeQueues
 from gradientmail_torch.patterns.steering.queues.redis import RedisQueue, RedisQueues
+from gradientmail_torch.patterns.steering.report import overhead_summary, overhead_table, plot_overhead
 from gradientmail_torch.patterns.steering.resources import ResourceCounter
 from gradientmail_torch.patterns.steering.result import FailureInformation, ResourceRequirements, Result
 from gradientmail_torch.patterns.steering.servers.local import LocalTaskServer
 from gradientmail_torch.patterns.steering.servers.mailbox import MailboxTaskServer
 from gradientmail_torch.patterns.steering.servers.parsl import ParslTaskServer
 from gradientmail_torch.patterns.steering.thinker import BaseThinker
+from gradientmail_torch.patterns.steering.wire import result_from_json
 
 __all__ = [
     "BaseThinker",
@@ -32,6 +34,10 @@ __all__ = [
     "TaskQueues",
     "agent",
     "event_responder",
+    "overhead_summary",
+    "overhead_table",
+    "plot_overhead",
+    "result_from_json",
     "result_processor",
     "task_submitter",
 ]
