@@ -90,7 +90,7 @@ def _wait_until_silent(mailbox: Mailbox, learner_id: str, generation: int, life:
         return
     key = keys.beat(learner_id, generation)
     first = _read_beat(mailbox, key)
-    since = clock.monotonic()
+    read_at, silence_s = clock.monotonic(), 0.0
     while first is None or first.state != "ended":
         clock.sleep(min(settings.poll_interval, settings.beat_interval))
         beat = _read_beat(mailbox, key)
@@ -98,7 +98,11 @@ def _wait_until_silent(mailbox: Mailbox, learner_id: str, generation: int, life:
             if beat.state == "ended":
                 return
             raise LearnerIdInUse(_in_use(learner_id, mailbox))
-        if clock.monotonic() - since >= settings.lease:
+        now = clock.monotonic()
+        # A gap in our own reads proves little about the other's silence: an outage has silenced both.
+        silence_s += min(now - read_at, settings.lease / 3)
+        read_at = now
+        if silence_s >= settings.lease:
             return
 
 
@@ -186,7 +190,7 @@ class Observer:
         self._clock = clock
         self._seen: dict[keys.Life, _Sighting] = {}
         self._ended: set[keys.Life] = set()
-        self._observed_at: float | None = None
+        self._answered_at: float | None = None
         self._observations = 0
         self.sampled = False
         """Whether there are more learners than can be watched at once."""
@@ -195,13 +199,9 @@ class Observer:
         """The newest life of each learner ID that has not ended, as far as it has been seen."""
         lives = self._newest_lives()
         self._observations += 1
-        began = self._clock.monotonic()
-        if self._observed_at is not None and began - self._observed_at > self._lease / 3:
-            for sighting in self._seen.values():
-                sighting.since = began  # our own silence proves nothing about theirs
+        self._answered()
         for life in self._turn([life for life in lives if life not in self._ended]):
             self._look(life)
-        self._observed_at = self._clock.monotonic()
         return {life.learner_id: self._peer(life) for life in lives if life in self._seen and life not in self._ended}
 
     def _newest_lives(self) -> list[keys.Life]:
@@ -231,15 +231,24 @@ class Observer:
         except CorruptObject as error:
             log.warning("learner %s: its heartbeat cannot be read, so it counts as silent: %s", life.learner_id, error)
             beat = known.beat if known is not None else None
+        now = self._answered()
         if beat is None:
             return
-        now = self._clock.monotonic()
         if beat.state == "ended":
             self._ended.add(life)
         if known is None or (known.beat.count, known.beat.state) != (beat.count, beat.state):
             self._seen[life] = _Sighting(beat, now, now)
         else:
             known.read_at = now
+
+    def _answered(self) -> float:
+        """Called at each answer of the mailbox. After a gap everyone's time starts afresh: our silence is not theirs."""
+        now = self._clock.monotonic()
+        if self._answered_at is not None and now - self._answered_at > self._lease / 3:
+            for sighting in self._seen.values():
+                sighting.since = now
+        self._answered_at = now
+        return now
 
     def _lives(self, sighting: _Sighting) -> bool:
         return sighting.read_at - sighting.since < self._lease
