@@ -80,6 +80,7 @@ def last_segment(key: str) -> str:
 RUN = "run.json"
 BEATS = "beats/"
 ROUNDS = "rounds/"
+COMMITS = "commits/"
 
 
 def initial(nonce: str, fragment: int) -> str:
@@ -110,7 +111,7 @@ def parse_life(key: str) -> Life:
     """The learner ID and generation of a ``learners/`` or ``beats/`` key; raises :class:`InvalidName`."""
     try:
         _, learner_id, generation = key.split("/")
-        return Life(learner_id, _parse_number(generation, 6))
+        return Life(check_learner_id(learner_id), _parse_number(generation, 6))
     except ValueError:
         raise InvalidName(f"{key!r} is not the key of a learner's life") from None
 
@@ -130,6 +131,15 @@ def data_prefix(fragment: int) -> str:
 def data_owner(key: str) -> str:
     """The learner that wrote a ``data/`` object."""
     return last_segment(key).rpartition("-")[0]
+
+
+def is_delta_of(key: str, fragment: int, learner_id: str, nonce: str) -> bool:
+    """Whether ``key`` is where this learner keeps the data of this contribution to ``fragment``, of whatever version."""
+    try:
+        found = parse_round(key)
+    except InvalidName:
+        return False
+    return key.startswith(data_prefix(fragment)) and found.last == f"{learner_id}-{nonce}.delta"
 
 
 def contribution(fragment: int, version: int, learner_id: str) -> str:
@@ -159,6 +169,9 @@ def commit_prefix(fragment: int) -> str:
     return f"commits/{number(fragment, 4)}/"
 
 
+_LAST_OF_ROUND = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
 class RoundKey(NamedTuple):
     """A parsed key below ``rounds/``, ``claims/``, ``data/`` or ``commits/``."""
 
@@ -171,11 +184,27 @@ def parse_round(key: str) -> RoundKey:
     """Raises :class:`InvalidName` for a key that is not of the grammar above."""
     try:
         _, fragment, version, *last = key.split("/")
-        if len(last) > 1 or (last and not last[0][:1].isalnum()):  # a folder's own object, a file manager's file
+        if len(last) > 1 or (last and not _LAST_OF_ROUND.fullmatch(last[0])):  # a folder's own object, a file manager's file
             raise ValueError(key)
         return RoundKey(_parse_number(fragment, 4), _parse_number(version, 10), "".join(last))
     except ValueError:
         raise InvalidName(f"{key!r} is not the key of a round") from None
+
+
+def parse_contribution(key: str) -> RoundKey:
+    """A ``rounds/`` key, whose last segment is a learner's ID; raises :class:`InvalidName`."""
+    found = parse_round(key)
+    if not key.startswith(ROUNDS) or not _LEARNER_ID.fullmatch(found.last):
+        raise InvalidName(f"{key!r} is not the key of a contribution")
+    return found
+
+
+def parse_commit(key: str) -> RoundKey:
+    """A ``commits/`` key, with nothing behind its version; raises :class:`InvalidName`."""
+    found = parse_round(key)
+    if not key.startswith(COMMITS) or found.last:
+        raise InvalidName(f"{key!r} is not the key of a commit")
+    return found
 
 
 # --- patterns ----------------------------------------------------------------------------------------
@@ -191,7 +220,7 @@ def barrier(name: str, learner_id: str) -> str:
 
 def parse_arrival(key: str) -> str | None:
     """The learner ID of a ``barriers/`` key; None where something else lies there, such as a file manager's file."""
-    _, _, learner_id = key.split("/", 2)
+    *_, learner_id = key.split("/", 2)
     return learner_id if _LEARNER_ID.fullmatch(learner_id) else None
 
 
@@ -230,7 +259,7 @@ def parse_claim(key: str) -> ClaimKey:
     """The item and attempt of a key below ``claims/`` (or ``errors/``) of a :class:`WorkKeys`; raises :class:`InvalidName`."""
     try:
         _, item, attempt = key.rsplit("/", 2)
-        return ClaimKey(decode_name(item), int(attempt))
+        return ClaimKey(decode_name(item), _parse_number(attempt, 6))
     except ValueError:
         raise InvalidName(f"{key!r} is not the key of a claim") from None
 
@@ -327,9 +356,12 @@ class ReachedKey(NamedTuple):
 
 
 def parse_reached(key: str) -> ReachedKey:
-    """The node and the predecessor of a key below ``reached/`` of :class:`SyncKeys`."""
-    _, node, by = key.rsplit("/", 2)
-    return ReachedKey(decode_name(node), decode_name(by))
+    """The node and the predecessor of a key below ``reached/`` of :class:`SyncKeys`; raises :class:`InvalidName`."""
+    try:
+        _, node, by = key.rsplit("/", 2)
+        return ReachedKey(decode_name(node), decode_name(by))
+    except ValueError:
+        raise InvalidName(f"{key!r} is not the key of a marker") from None
 
 
 _TASK_SEPARATOR = "."
@@ -403,7 +435,7 @@ def parse_request(key: str) -> RequestKey:
         item = decode_name(segment)
         stem, topic = item.split(_TASK_SEPARATOR, 1)
         created, task_id = stem.split("-", 1)
-        int(created)
+        _parse_number(created, 15)
         return RequestKey(decode_name(method), item, task_id, topic)
     except ValueError:
         raise InvalidName(f"{key!r} is not the key of a task") from None
@@ -420,16 +452,18 @@ def parse_result(key: str) -> ResultKey:
     try:
         _, topic, segment = key.rsplit("/", 2)
         stem, *part = segment.split(_TASK_SEPARATOR)
-        place = (int(part[0]), int(part[1])) if part else None
-        return ResultKey(decode_name(stem) + _TASK_SEPARATOR + decode_name(topic), place)
-    except (ValueError, IndexError):
+        attempt, place = part or (None, None)
+        return ResultKey(
+            decode_name(stem) + _TASK_SEPARATOR + decode_name(topic),
+            (_parse_number(attempt, 6), _parse_number(place, 6)) if attempt is not None and place is not None else None,
+        )
+    except ValueError:
         raise InvalidName(f"{key!r} is not the key of a result") from None
 
 
 # --- looking at a mailbox from outside -----------------------------------------------------------------
 
 LEARNERS = "learners/"
-COMMITS = "commits/"
 INITIAL = "init/"
 BARRIERS = "barriers/"
 QUEUES = "queues/"

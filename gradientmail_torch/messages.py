@@ -12,14 +12,18 @@ from typing import Annotated, Literal, Protocol, TypeVar
 
 import msgspec
 
-from gradientmail_torch.errors import CorruptObject, RunMismatch
+from gradientmail_torch.errors import CorruptObject, InvalidName, RunMismatch
 
 PROTOCOL = 1
 MAX_RECORD_BYTES = 16 << 20
 SIGNED_MARK = b"GMS1"
 """What an object of a signed run begins with; see :mod:`gradientmail_torch.mailbox.signed`."""
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+MAX_COUNT = 2**53
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+MAX_VERSION = 9_999_999_999
+"""As many as sort in a listing."""
+Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Nonce = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8,64}$")]
 Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
@@ -109,7 +113,7 @@ class Beat(Record, frozen=True, kw_only=True):
     seconds_per_step: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     uplink: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Measured upload rate in bytes per second; 0 when not known yet."""
-    versions: tuple[Count, ...] = ()
+    versions: tuple[Version, ...] = ()
     """The newest version of each fragment that this learner knows."""
     at: float = 0.0
     """Seconds since 1970 by this learner's clock; for people, never compared."""
@@ -190,7 +194,7 @@ class Commit(Record, frozen=True, kw_only=True):
 
     nonce: Nonce
     fragment: Count
-    version: Annotated[int, msgspec.Meta(ge=1)]
+    version: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSION)]
     by: Name
     generation: Count
     update: DataRef | None = None
@@ -249,7 +253,10 @@ def read_data(mailbox: Readable, ref: DataRef, *, limit_bytes: int) -> bytes | N
     """The bytes that ``ref`` names, None when gone. Refuses what is too large before reading it."""
     if ref.size > limit_bytes:
         raise CorruptObject(f"{ref.key!r} claims {ref.size} bytes, more than the {limit_bytes} that its layout allows")
-    data = mailbox.get(ref.key, length=ref.size + 1)
+    try:
+        data = mailbox.get(ref.key, length=ref.size + 1)
+    except InvalidName as error:
+        raise CorruptObject(f"data is said to be where no store can hold it: {error}") from error
     if data is None:
         return None
     if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:

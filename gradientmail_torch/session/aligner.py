@@ -44,9 +44,12 @@ class Aligner:
 
     def _look(self, fragment: Fragment) -> None:
         with self._replica.lock:
-            base = Base(fragment.known, fragment.newest_values())
+            base, hint = Base(fragment.known, fragment.newest_values()), fragment.hint
         commit = self._run.commit(fragment.index, base.version + 1)
         if commit is None:
+            with self._replica.lock:
+                if fragment.hint == hint:
+                    fragment.hint = fragment.known  # what was said of a newer one was wrong
             return
         values = self._run.values(commit, base) if fragment.hint <= commit.version else None
         if values is None:  # it is behind by several versions, or so late that retention has passed it

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from torch import Tensor
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.merge import Weighted, clip_factors, norms, vector_norm
-from gradientmail_torch.errors import CorruptObject
+from gradientmail_torch.errors import CorruptObject, InvalidName
 from gradientmail_torch.messages import Contribution, LeftOut, Merged, TensorSpec, read
 from gradientmail_torch.session.run import Run
 
@@ -18,13 +19,19 @@ log = logging.getLogger(__name__)
 
 NORM_TOLERANCE = 0.01
 """How far a stated norm may be from the real one, relatively; clipping goes by the stated ones."""
+OUT_OF_PROPORTION = 1e6
+"""By how much more than its size, or than 1, a tensor's elements may move at a time (root mean square)."""
+MAX_UNREADABLE = 1000
+"""How many records that cannot be read a commit names, so that strangers' objects cannot make it too long to be read."""
 
 
 class ClosingRound:
     """Everything here is untrusted: what does not hold is left out with its reason, and merging goes on."""
 
-    def __init__(self, run: Run, fragment: int, version: int) -> None:
+    def __init__(self, run: Run, fragment: int, version: int, before: Sequence[Tensor]) -> None:
+        """``before`` is the fragment's committed value, which the contributions are deltas of."""
         self._run = run
+        self._before = before
         self._fragment = fragment
         self._version = version
         self._specs: Sequence[TensorSpec] = run.layout[fragment]
@@ -38,11 +45,14 @@ class ClosingRound:
     def _read_records(self) -> dict[str, Contribution]:
         found: dict[str, Contribution] = {}
         for key in self._run.mailbox.list(keys.round_prefix(self._fragment, self._version)):
-            learner_id = keys.last_segment(key)
             try:
+                learner_id = keys.parse_contribution(key).last
                 record = read(self._run.mailbox, Contribution, key)
+            except InvalidName:
+                continue  # not ours
             except CorruptObject as error:
-                self._leave_out(key, "", learner_id, str(error))
+                if len(self.left_out) < MAX_UNREADABLE:
+                    self._leave_out(key, "", learner_id, str(error))
                 continue
             if record is None:
                 continue
@@ -60,7 +70,7 @@ class ClosingRound:
             return "its nonce is that of another contribution"
         if len(record.norms) != len(self._specs):
             return f"it states {len(record.norms)} norms for {len(self._specs)} tensors"
-        if not record.data.key.startswith(keys.data_prefix(self._fragment)):
+        if not keys.is_delta_of(record.data.key, self._fragment, learner_id, record.nonce):
             return f"its data {record.data.key!r} is not in its place"
         return ""
 
@@ -107,12 +117,19 @@ class ClosingRound:
 
     def _unsound(self, tensors: Sequence[Tensor], record: Contribution) -> str:
         actual = norms(tensors, self._specs)
-        for tensor, norm, stated, spec in zip(tensors, actual, record.norms, self._specs, strict=True):
+        for tensor, norm, stated, spec, size in zip(tensors, actual, record.norms, self._specs, self._sizes, strict=True):
             if not math.isfinite(norm) or (spec.kind == "buffer" and spec.floating and not math.isfinite(vector_norm(tensor))):
                 return f"tensor {spec.name!r} is not finite"
             if abs(norm - stated) > NORM_TOLERANCE * max(norm, stated) + 1e-30:
                 return f"tensor {spec.name!r} has norm {norm:.4g}, its record says {stated:.4g}"
+            if norm > OUT_OF_PROPORTION * size:
+                return f"tensor {spec.name!r} would move by {norm:.4g}, which is out of all proportion to its norm"
         return ""
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        """By tensor, its norm, at least that of as many ones: what is zero at first may well grow."""
+        return [max(norm, math.sqrt(spec.numel)) for norm, spec in zip(norms(self._before, self._specs), self._specs, strict=True)]
 
     def _leave_out(self, key: str, nonce: str, learner_id: str, reason: str) -> None:
         self.left_out[key] = LeftOut(nonce=nonce, learner_id=learner_id, reason=reason)

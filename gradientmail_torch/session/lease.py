@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +190,7 @@ class Observer:
         self._clock = clock
         self._seen: dict[keys.Life, _Sighting] = {}
         self._ended: set[keys.Life] = set()
+        self._unreadable: set[keys.Life] = set()
         self._answered_at: float | None = None
         self._observations = 0
         self.sampled = False
@@ -197,22 +198,26 @@ class Observer:
 
     def observe(self) -> dict[str, Peer]:
         """The newest life of each learner ID that has not ended, as far as it has been seen."""
-        lives = self._newest_lives()
+        listed = self._list_lives()
         self._observations += 1
+        if self._observations % self.STILL_CHECK_EVERY == 0:
+            self._unreadable.clear()
         self._answered()
-        for life in self._turn([life for life in lives if life not in self._ended]):
+        for life in self._turn([life for life in _newest(listed - self._unreadable) if life not in self._ended]):
             self._look(life)
-        return {life.learner_id: self._peer(life) for life in lives if life in self._seen and life not in self._ended}
+        self._forget_all_but(listed)
+        return {life.learner_id: self._peer(life) for life in _newest(self._seen) if life not in self._ended}
 
-    def _newest_lives(self) -> list[keys.Life]:
-        newest: dict[str, int] = {}
+    def _list_lives(self) -> set[keys.Life]:
+        found = set()
         for key in self._mailbox.list(keys.BEATS):
-            try:
-                life = keys.parse_life(key)
-            except InvalidName:
-                continue  # not ours
-            newest[life.learner_id] = max(life.generation, newest.get(life.learner_id, 0))
-        return [keys.Life(learner_id, generation) for learner_id, generation in newest.items()]
+            with suppress(InvalidName):  # not ours
+                found.add(keys.parse_life(key))
+        return found
+
+    def _forget_all_but(self, listed: set[keys.Life]) -> None:
+        self._seen = {life: sighting for life, sighting in self._seen.items() if life in listed}
+        self._ended &= listed
 
     def _turn(self, lives: list[keys.Life]) -> list[keys.Life]:
         """Those whose beats are read now."""
@@ -230,7 +235,10 @@ class Observer:
             beat = read(self._mailbox, Beat, keys.beat(*life))
         except CorruptObject as error:
             log.warning("learner %s: its heartbeat cannot be read, so it counts as silent: %s", life.learner_id, error)
-            beat = known.beat if known is not None else None
+            if known is None:  # no life at all, or one whose next beat will show it
+                self._unreadable.add(life)
+                return
+            beat = known.beat
         now = self._answered()
         if beat is None:
             return
@@ -256,3 +264,8 @@ class Observer:
     def _peer(self, life: keys.Life) -> Peer:
         sighting = self._seen[life]
         return Peer(learner_id=life.learner_id, generation=life.generation, beat=sighting.beat, live=self._lives(sighting))
+
+
+def _newest(lives: Iterable[keys.Life]) -> list[keys.Life]:
+    """The newest life of each learner ID."""
+    return list({life.learner_id: life for life in sorted(lives)}.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -13,7 +14,7 @@ from gradientmail_torch import keys
 from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.algorithm import Algorithm
 from gradientmail_torch.algorithms.layout import Layout, check_same
-from gradientmail_torch.errors import CorruptObject, RunMismatch
+from gradientmail_torch.errors import CorruptObject, InvalidName, RunMismatch
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.messages import (
     PROTOCOL,
@@ -92,6 +93,8 @@ class Run:
     def _found(
         cls, mailbox: Mailbox, layout: Layout, algorithm: Algorithm, learner_id: str, now: float, values: Callable[[int], Sequence[Tensor]]
     ) -> Run:
+        if next(_commits(mailbox, keys.COMMITS), None) is not None:
+            raise CorruptObject(f"{mailbox!r} holds commits and no {keys.RUN!r}, so it was deleted: restore it, or use a new prefix")
         nonce = uuid4().hex
         initial = []
         for fragment, specs in enumerate(layout):
@@ -119,8 +122,12 @@ class Run:
         return winner
 
     def commit(self, fragment: int, version: int) -> Commit | None:
+        """The commit of a version; None where there is none yet. Raises :class:`CorruptObject` where something else is."""
         key = keys.commit(fragment, version)
-        commit = read(self.mailbox, Commit, key)
+        try:
+            commit = read(self.mailbox, Commit, key)
+        except CorruptObject as error:
+            raise CorruptObject(f"{error}. It takes the place of a commit: if no learner of this run has made it, delete it") from error
         if commit is not None and (commit.fragment, commit.version) != (fragment, version):
             raise CorruptObject(f"{key!r} says that it is fragment {commit.fragment}, version {commit.version}: it was copied there")
         return commit
@@ -134,32 +141,46 @@ class Run:
 
     def newest_version(self, fragment: int, *, from_version: int = 0) -> int:
         """The newest committed version of a fragment, looked for behind ``from_version``; 0 when there is none."""
-        newest = from_version
+        return max(self._versions(fragment, from_version), default=from_version)
+
+    def _versions(self, fragment: int, from_version: int) -> Iterator[int]:
+        """The committed versions behind ``from_version``, in order."""
         after = keys.commit(fragment, from_version) if from_version else ""
-        for key in self.mailbox.list(keys.commit_prefix(fragment), after=after):
-            newest = keys.parse_round(key).version
-        return newest
+        return _commits(self.mailbox, keys.commit_prefix(fragment), after)
 
     def newest(self, fragment: int, *, from_version: int = 0, base: Base | None = None) -> tuple[Commit | None, list[Tensor]]:
         """The newest commit of a fragment, None at version 0, and its fp32 values; ``base`` may spare downloads."""
         while True:
-            version = self.newest_version(fragment, from_version=from_version)
-            if version == 0:
-                return None, self.initial(fragment)
-            commit = self.commit(fragment, version)
+            commit = self._newest_commit(fragment, from_version)
             if commit is None and from_version:
                 from_version = 0  # what was said of the newest version was wrong
                 continue
             if commit is None:
-                raise CorruptObject(f"{keys.commit(fragment, version)!r} was listed and is gone: commits must never be deleted")
+                return None, self.initial(fragment)
             values = self.values(commit, base)
             if values is not None:
                 return commit, values
             # Retention removed part of it, so a newer one exists, and the listing shows it.
+            version = commit.version
             if self.newest_version(fragment, from_version=version) == version:
                 raise CorruptObject(
                     f"data that fragment {fragment} needs at version {version}, its newest, is gone from {self.mailbox!r}: restore it"
                 )
+
+    def _newest_commit(self, fragment: int, from_version: int) -> Commit | None:
+        versions = [from_version, *self._versions(fragment, from_version)]
+        while versions and (version := versions.pop()) > 0:
+            try:
+                commit = self.commit(fragment, version)
+            except CorruptObject as error:
+                if versions and version == versions[-1] + 1:
+                    raise
+                log.warning("passed over, since no version precedes it: %s", error)
+                continue
+            if commit is None and version > from_version:
+                raise CorruptObject(f"{keys.commit(fragment, version)!r} was listed and is gone: commits must never be deleted")
+            return commit
+        return None
 
     def initial(self, fragment: int) -> list[Tensor]:
         ref = self.manifest.initial[fragment]
@@ -219,6 +240,12 @@ class Run:
         self.mailbox.put(key, data)
         sent = list(tensors) if wire_format == "fp32" else wire.decode(data, specs, wire_format, key=key)
         return reference(key, data, wire=wire_format), sent
+
+
+def _commits(mailbox: Mailbox, prefix: str, after: str = "") -> Iterator[int]:
+    for key in mailbox.list(prefix, after=after):
+        with suppress(InvalidName):  # not ours
+            yield keys.parse_commit(key).version
 
 
 def outer_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:

@@ -45,6 +45,8 @@ class _Watch:
     """The last claim."""
     claim_at: float = 0.0
     warned_at: float | None = None
+    void: frozenset[str] = frozenset()
+    """Contributors whose record turned out to be none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +122,23 @@ class Syncer:
 
     def _note(self, listing: list[str]) -> dict[tuple[int, int], frozenset[str]]:
         """The rounds in a listing that are open as far as this learner knows."""
+        known = [fragment.known for fragment in self._replica.fragments]
         found: dict[tuple[int, int], set[str]] = {}
         for key in listing:
             try:
-                index, version, learner_id = keys.parse_round(key)
+                index, version, learner_id = keys.parse_contribution(key)
             except InvalidName:
                 continue  # not ours
-            if index < len(self._replica.fragments) and version > self._replica.fragments[index].known:
+            if index < len(known) and version > known[index]:
                 found.setdefault((index, version), set()).add(learner_id)
-        self.open_rounds = {key: frozenset(contributors) for key, contributors in found.items()}
+        # A name ahead of its turn proves nothing: it may be a stranger's.
+        ahead = {index for index, version in found if version > known[index] + 1}
+        behind = {index for index in ahead if self._run.commit(index, known[index] + 1) is not None}
+        self.open_rounds = {
+            (index, version): frozenset(contributors)
+            for (index, version), contributors in found.items()
+            if version == known[index] + 1 or index in behind
+        }
         return self.open_rounds
 
     def _pause(self, listing: list[str]) -> float:
@@ -144,6 +154,8 @@ class Syncer:
         watch = self._watches.setdefault((fragment.index, version), _Watch())
         live = {learner_id: peer for learner_id, peer in self._membership.peers.items() if peer.live}
         training = frozenset(i for i, peer in live.items() if peer.beat.state == "training")
+        if not training <= contributors:  # once all are in it, nobody is left to come
+            contributors -= watch.void
         view = RoundView(
             contributors=contributors,
             training=training & fragment.recent if self._membership.sampled else training,
@@ -157,7 +169,7 @@ class Syncer:
         if not closes(view, since_quorum_s=now - watch.quorum_at, grace_s=self._grace_s()):
             return
         if self._turn(fragment, version, watch, live, now) and self._claim(fragment, version, watch):
-            self._merge(fragment, version)
+            self._merge(fragment, version, watch)
 
     def _grace_s(self) -> float:
         pace = Pace(seconds_per_step=self._seconds_per_step(), poll_interval=self._settings.poll_interval, merge_seconds=self.merge_seconds)
@@ -218,7 +230,7 @@ class Syncer:
 
     # --- merging ---------------------------------------------------------------------------------------
 
-    def _merge(self, fragment: Fragment, version: int) -> None:
+    def _merge(self, fragment: Fragment, version: int, watch: _Watch) -> None:
         began = self._clock.monotonic()
         with self._replica.lock:
             if fragment.known != version - 1:
@@ -231,6 +243,10 @@ class Syncer:
                 return  # this learner slept: the round is long committed, and the state it needed is swept away
             raise
         closing = ClosingRound(self._run, fragment.index, version, before)
+        void = frozenset(each.learner_id for each in closing.left_out.values())
+        if not void <= watch.void:
+            watch.void |= void
+            return  # without them the round may not have its quorum
         method = self._algorithm.merge_method(max(1, len(closing.records)))
         merged = merge(closing.contributions, fragment.specs, method)
         if not closing.merged and not closing.left_out:
