@@ -9,6 +9,11 @@ import json
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ours and its peers on the same work.")
     commands = parser.add_subparsers(dest="command", required=True)
+    everything = commands.add_parser("all", help="all races that are missing, then the report")
+    everything.add_argument("parts", nargs="*", help="pace, loss, incidents; all unless given")
+    everything.add_argument("--patience", type=float, default=300.0, help="seconds to wait for a quiet machine before each")
+    everything.add_argument("--again", action="store_true", help="also what has been run")
+    commands.add_parser("report", help="tables and plots from what has been run")
     environments = commands.add_parser("environments", help="make the environments of the peers")
     environments.add_argument("names", nargs="*", help="all unless given")
     single = commands.add_parser("race", help="one method, one link, one scenario")
@@ -32,6 +37,15 @@ def main() -> None:
     commands.add_parser("gpu", help="what holds on a CUDA device")
     options = parser.parse_args()
     match options.command:
+        case "all":
+            from benchmarks import bench, report
+
+            bench.run(options.parts, patience_s=options.patience, again=options.again)
+            report.write()
+        case "report":
+            from benchmarks import report
+
+            report.write()
         case "environments":
             from benchmarks.methods import make_environments
 

@@ -31,6 +31,7 @@ def of(directory: Path) -> dict[str, Any]:
         return found | {"failed": "no steps"}
     found |= _pace(steps, race)
     found |= _losses(nodes)
+    found["curve"] = _curve(steps)
     found |= _traffic(steps, nodes)
     found |= _starts(nodes, race)
     if plan["scenario"] != "steady":
@@ -79,6 +80,18 @@ def _carried(samples: Sequence[Event], steps: Sequence[Sequence[Event]], begin: 
 def _losses(nodes: Sequence[Sequence[Event]]) -> dict[str, Any]:
     found = [event["loss"] for node in nodes for event in node if event["event"] == "validated"]
     return {"loss": found[0]} if found else {}
+
+
+def _curve(steps: Sequence[Sequence[Event]], points: int = 30) -> list[list[float]]:
+    """Seconds since the first step, tokens of all nodes, and the mean training loss of the steps since the last point."""
+    done = sorted((event for of_node in steps for event in of_node), key=lambda event: event["at"])
+    size = max(1, len(done) // points)
+    found, tokens = [], 0
+    for position in range(0, len(done) - size + 1, size):
+        part = done[position : position + size]
+        tokens += sum(event["tokens"] for event in part)
+        found.append([round(part[-1]["at"] - done[0]["at"], 1), tokens, round(statistics.fmean(event["loss"] for event in part), 3)])
+    return found
 
 
 def _traffic(steps: Sequence[Sequence[Event]], nodes: Sequence[Sequence[Event]]) -> dict[str, Any]:
@@ -140,7 +153,7 @@ def _incident(steps: Sequence[Sequence[Event]], nodes: Sequence[Sequence[Event]]
     following = next((at for version, at in versions if at > begin and version > at_begin), None)
     found["next_commit_s"] = round(following - begin, 2) if following is not None else None
     if launches:
-        found |= _arrival(nodes[launches[-1]["node"]], launches[-1]["at"])
+        found["arrival"] = _arrival(nodes[launches[-1]["node"]], launches[-1]["at"])
     return found
 
 

