@@ -77,7 +77,7 @@ def run(experiment: Experiment, seed: int) -> dict[str, Any]:
         def look(share: float) -> None:
             model = work.make_model(seed)
             align(model, mailbox=cluster.store)
-            losses[f"{share:g}"] = work.validation_loss(model, rows=128)
+            losses[f"{share:g}"] = work.validation_loss(model, rows=64)
 
         nodes = [_Node(experiment, algorithm, cluster, seed, number, steps) for number in range(len(steps))]
         for node in nodes:
@@ -104,7 +104,7 @@ def average_gradients(seed: int, *, precision: str, tokens: int = 614_400) -> di
         work.set_rate(optimizer, step, steps)
         work.train_step(model, optimizer, work.batch(step, seed=seed), precision=precision)
         if step + 1 == steps // 2:
-            losses["0.5"] = work.validation_loss(model, rows=128)
+            losses["0.5"] = work.validation_loss(model, rows=64)
     return {"loss": work.validation_loss(model), "losses": losses}
 
 

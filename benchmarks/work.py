@@ -24,7 +24,7 @@ TOKENS_PER_STEP = GLOBAL_ROWS * CONTEXT
 LEARNING_RATE = 1e-3
 WARMUP_SHARE = 0.1
 FINAL_SHARE = 0.1
-VALIDATION_ROWS = 256
+VALIDATION_ROWS = 128
 
 
 class Block(nn.Module):
@@ -75,18 +75,19 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def schedule(progress: float) -> float:
-    """Factor of the learning rate at a share of the training: linear warm-up, then cosine down to a tenth."""
-    if progress < WARMUP_SHARE:
-        return progress / WARMUP_SHARE
-    rest = min(1.0, (progress - WARMUP_SHARE) / (1 - WARMUP_SHARE))
+def schedule(step: int, steps: int) -> float:
+    """Factor of the learning rate at ``step`` of ``steps``, from 0: linear warm-up, then cosine down to a tenth."""
+    warm_up = WARMUP_SHARE * steps
+    if step < warm_up:
+        return (step + 1) / warm_up
+    rest = min(1.0, (step - warm_up) / max(1.0, steps - warm_up))
     return FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * rest))
 
 
 def set_rate(optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
-    """Set the learning rate for ``step`` of ``steps``, counted from 0."""
+    """Set the learning rate for ``step`` of ``steps``, from 0."""
     for group in optimizer.param_groups:
-        group["lr"] = LEARNING_RATE * schedule((step + 1) / max(1, steps))
+        group["lr"] = LEARNING_RATE * schedule(step, steps)
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class Corpus:
 @lru_cache(maxsize=1)
 def corpus() -> Corpus:
     """The standard library of the Python that runs this, tests left out: 19 parts to train on and one to validate."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    text = b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")) if not {"site-packages", "test", "tests"} & {*path.parts})
+    paths = sorted(str(path) for path in Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    text = b"".join(Path(path).read_bytes() for path in paths if "site-packages" not in path and "/test" not in path)
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     cut = len(data) * 19 // 20
     return Corpus(data[:cut], data[cut:], hashlib.sha256(text).hexdigest()[:12])
@@ -110,7 +111,7 @@ def batch(step: int, *, seed: int = 0, node: int = 0, nodes: int = 1, shard: tup
     """The rows of one node in the global batch of a step, drawn from a part of the text (all of it unless given)."""
     train = corpus().train
     begin, end = int(shard[0] * len(train)), int(shard[1] * len(train)) - CONTEXT - 1
-    generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+    generator = torch.Generator().manual_seed(1_234_567 + 1_000_003 * seed + step)
     offsets = torch.randint(begin, end, (GLOBAL_ROWS,), generator=generator)
     rows = GLOBAL_ROWS // nodes
     return _windows(train, offsets[node * rows : (node + 1) * rows])
