@@ -17,7 +17,7 @@ from gradientmail_torch.errors import ConfigError, CorruptObject, InvalidName, M
 from gradientmail_torch.keys import ResultKey, TaskKeys, decode_name, last_segment, parse_request, parse_result
 from gradientmail_torch.mailbox import Mailbox, open_mailbox
 from gradientmail_torch.messages import MAX_RECORD_BYTES
-from gradientmail_torch.patterns.heartbeat import Observation
+from gradientmail_torch.patterns.heartbeat import Attentive, Observation
 from gradientmail_torch.patterns.leased_work import LeasedWork, Outcome
 from gradientmail_torch.patterns.steering.queues.base import QueueRole, ServerInfo, TaskQueues
 from gradientmail_torch.patterns.steering.queues.claims import ServerRecord, StopRecord, TaskClaims
@@ -84,7 +84,8 @@ class MailboxQueues(TaskQueues):
 
     def _reset(self) -> None:
         super()._reset()
-        self._store = TaskStore(self._mailbox, self._keys, **self._sizes, allow_pickle=self.serialization_method == "pickle")
+        self._attentive = Attentive(self._mailbox, lease=self._lease, clock=self.clock)
+        self._store = TaskStore(self._attentive, self._keys, **self._sizes, allow_pickle=self.serialization_method == "pickle")
         self._items: dict[str, str] = {}  # by task ID: asked for, last result not taken yet
         self._requests: dict[str, str] = {}  # key of the request by task ID, until it is acknowledged
         self._parts: dict[str, list[str]] = {}  # keys of intermediate results that were taken, by task ID
@@ -100,6 +101,7 @@ class MailboxQueues(TaskQueues):
     def __getstate__(self) -> dict[str, Any]:
         own = (
             "_store",
+            "_attentive",
             "_items",
             "_requests",
             "_parts",
@@ -137,7 +139,7 @@ class MailboxQueues(TaskQueues):
             self._items[task.task_id] = item
             self._requests[task.task_id] = request
         try:
-            self._mailbox.put(request, record)
+            self._attentive.put(request, record)
         except BaseException:
             with self._lock:
                 self._items.pop(task.task_id, None)
@@ -149,25 +151,25 @@ class MailboxQueues(TaskQueues):
         with self._lock:
             opened, self._opened = self._opened, True
         if not opened:
-            self._mailbox.delete(self._keys.stop())
+            self._attentive.delete(self._keys.stop())
 
     def cancel(self, task_id: str) -> bool:
         with self._lock:
             item, request = self._items.get(task_id), self._requests.get(task_id)
         if item is None or request is None:
             return False
-        record = self._mailbox.get(request, length=MAX_RECORD_BYTES + 1)
+        record = self._attentive.get(request, length=MAX_RECORD_BYTES + 1)
         if record is None:
             return False
         task = self._store.load(record)
         task.set_failure(FailureInformation(exception="the task was cancelled"))
-        with LeasedWork(self._mailbox, self._keys, learner_id="thinker", lease=self._lease, clock=self.clock, rng=self._rng) as work:
+        with LeasedWork(self._attentive, self._keys, learner_id="thinker", lease=self._lease, clock=self.clock, rng=self._rng) as work:
             value, _ = self._store.dump(task, item, "inputs")
             return work.decide(item, status="skipped", value=msgspec.Raw(value)).status == "skipped"
 
     def recover(self) -> list[str]:
         found = []
-        for key in self._mailbox.list(self._keys.requests()):
+        for key in self._attentive.list(self._keys.requests()):
             try:
                 request = parse_request(key)
             except InvalidName as error:
@@ -185,23 +187,23 @@ class MailboxQueues(TaskQueues):
 
     def send_kill_signal(self, drain: bool = True) -> None:
         self._check_role(QueueRole.CLIENT, "send_kill_signal")
-        self._mailbox.put(self._keys.stop(), messages.encode(StopRecord(nonce=f"{self._rng.getrandbits(64):016x}", drain=drain)))
+        self._attentive.put(self._keys.stop(), messages.encode(StopRecord(nonce=f"{self._rng.getrandbits(64):016x}", drain=drain)))
         with self._lock:
             self._opened = False
 
     def flush(self) -> None:
-        for key in self._mailbox.list(self._keys.root):
-            self._mailbox.delete(key)
+        for key in self._attentive.list(self._keys.root):
+            self._attentive.delete(key)
         for task_id in list(self._active):
             self._finished(task_id)
 
     def servers(self) -> list[ServerInfo]:
         found = []
-        for key in self._mailbox.list(self._keys.servers()):
+        for key in self._attentive.list(self._keys.servers()):
             began = self.clock.monotonic()
-            data = self._mailbox.get(key, length=MAX_RECORD_BYTES)
+            data = self._attentive.get(key, length=MAX_RECORD_BYTES)
             seen = self._observed.setdefault(key, Observation(self._lease))
-            seen.see(data, began=began, ended=self.clock.monotonic())
+            seen.see(data, began=began, ended=self.clock.monotonic(), awake_since=self._attentive.awake_since)
             if data is None or seen.stale:
                 continue
             try:
@@ -252,7 +254,7 @@ class MailboxQueues(TaskQueues):
         youngest = max(wanted)
         outcomes: list[str] = []
         parts: dict[str, list[str]] = {}
-        for key in self._mailbox.list(self._keys.results(topic), after=self._keys.results_from(min(wanted))):
+        for key in self._attentive.list(self._keys.results(topic), after=self._keys.results_from(min(wanted))):
             if (result := _parsed(key)) is None or result.item not in wanted:
                 if result is not None and result.item > youngest:
                     break
@@ -278,7 +280,7 @@ class MailboxQueues(TaskQueues):
                     raise CorruptObject(f"the result {key!r} is gone from {self._mailbox!r}")
                 result = self._store.load(bytes(outcome.value))
             else:
-                result = self._store.load(self._mailbox.get(key, length=MAX_RECORD_BYTES + 1) or b"")
+                result = self._store.load(self._attentive.get(key, length=MAX_RECORD_BYTES + 1) or b"")
             self._store.fetch(result)
         except CorruptObject as error:
             result = _broken(about, error)
@@ -300,9 +302,9 @@ class MailboxQueues(TaskQueues):
             parts = self._parts.pop(result.task_id, [])
             self._known.difference_update(parts if ended else ())
         if request is not None:
-            self._mailbox.delete(request)
+            self._attentive.delete(request)
         for key in parts:
-            self._mailbox.delete(key)
+            self._attentive.delete(key)
         if request is not None and (result.task_id in self._large or self._store.has_data(result)):
             self._large.discard(result.task_id)
             self._store.delete_data(parse_request(request).item)
