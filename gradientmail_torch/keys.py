@@ -14,6 +14,8 @@ from urllib.parse import quote, unquote
 from gradientmail_torch.errors import ConfigError, InvalidName
 
 MAX_NAME_BYTES = 200  # a file name holds 255; room for a nonce beside the name
+MAX_SEGMENT_BYTES = 255
+MAX_KEY_BYTES = 900  # S3 holds 1024; room for the run's prefix
 _VALID_KEY = re.compile(r"(?!.*//)[A-Za-z0-9._~%-][A-Za-z0-9._~%/-]*(?<!/)")
 
 
@@ -52,7 +54,11 @@ def check_learner_id(learner_id: str) -> str:
 def check_key(key: str) -> str:
     """``key`` if every store can hold it, a directory included; raises :class:`InvalidName`."""
     if not _VALID_KEY.fullmatch(key) or any(set(part) == {"."} for part in key.split("/")):
-        raise InvalidName(f"mailbox key {key!r} is not a path of non-empty segments of letters, digits and . _ ~ % -")
+        raise InvalidName(f"mailbox key {key[:MAX_KEY_BYTES]!r} is not a path of non-empty segments of letters, digits and . _ ~ % -")
+    if len(key) > MAX_KEY_BYTES or max(map(len, key.split("/"))) > MAX_SEGMENT_BYTES:
+        raise InvalidName(
+            f"mailbox key {key[:MAX_NAME_BYTES]!r}… is too long: at most {MAX_KEY_BYTES} bytes, {MAX_SEGMENT_BYTES} in a segment"
+        )
     return key
 
 

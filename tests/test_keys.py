@@ -125,6 +125,41 @@ def test_a_foreign_key_is_no_life(key: str) -> None:
         keys.parse_life(key)
 
 
+@pytest.mark.parametrize("key", ["beats//000001", "beats/a b/000001", "beats/ä/000001", f"beats/{'a' * 101}/000001"])
+def test_a_life_has_the_id_of_a_learner(key: str) -> None:
+    with pytest.raises(InvalidName, match="not the key of a learner's life"):
+        keys.parse_life(key)
+
+
+@pytest.mark.parametrize("last", ["a b", "ä", "a" * 101, "-a", "a~"])
+def test_a_contribution_is_a_learners(last: str) -> None:
+    with pytest.raises(InvalidName):
+        keys.parse_contribution(f"rounds/0000/0000000001/{last}")
+
+
+@pytest.mark.parametrize("key", ["commits/0000/0000000001/x", "commits/0000", "rounds/0000/0000000001", "commits/0000/0000000001/"])
+def test_a_foreign_key_is_no_commit(key: str) -> None:
+    with pytest.raises(InvalidName):
+        keys.parse_commit(key)
+
+
+@given(IDS, st.integers(0, 9999), st.integers(0, 10**10 - 1))
+def test_the_data_of_a_contribution_is_where_its_learner_has_put_it(learner_id: str, fragment: int, version: int) -> None:
+    key = keys.data(fragment, version, learner_id, "0123abcd", "delta")
+    assert keys.is_delta_of(key, fragment, learner_id, "0123abcd")
+    assert not keys.is_delta_of(key, fragment + 1, learner_id, "0123abcd")
+    assert not keys.is_delta_of(key, fragment, learner_id + "x", "0123abcd")
+    assert not keys.is_delta_of(key, fragment, learner_id, "0123abce")
+    assert not keys.is_delta_of(key.replace("delta", "whole"), fragment, learner_id, "0123abcd")
+    assert not keys.is_delta_of(key.replace("data/", "dada/"), fragment, learner_id, "0123abcd")
+
+
+@pytest.mark.parametrize("key", ["a" * 256, "a/" + "b" * 256, "/".join(["a" * 200] * 5)])
+def test_a_key_that_some_store_could_not_hold_is_refused(key: str) -> None:
+    with pytest.raises(InvalidName, match="too long"):
+        keys.check_key(key)
+
+
 @given(NAMES, IDS)
 def test_an_arrival_lies_below_its_barrier(name: str, learner_id: str) -> None:
     try:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from stat import S_ISREG
 from uuid import uuid4
 
 from gradientmail_torch.errors import (
@@ -47,6 +48,8 @@ class LocalMailbox:
         with _translated(self.root, key):
             try:
                 with open(self._path(key), "rb", opener=_without_links) as file:
+                    if not S_ISREG(os.fstat(file.fileno()).st_mode):
+                        return None  # a pipe, say
                     file.seek(start)
                     return file.read() if length is None else file.read(length)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -94,7 +97,7 @@ class LocalMailbox:
     def _written(self, key: str, body: Body) -> Iterator[tuple[str, str]]:
         """``body`` in a scratch file, and the path it is meant for, whose folder exists."""
         path = self._path(key)
-        scratch = os.path.join(self._real_root, _SCRATCH, uuid4().hex)
+        scratch = os.path.join(self._scratch(), uuid4().hex)
         with _translated(self.root, key):
             try:
                 with open(scratch, "xb") as file:
@@ -107,9 +110,15 @@ class LocalMailbox:
             finally:
                 Path(scratch).unlink(missing_ok=True)
 
+    def _scratch(self) -> str:
+        path = os.path.join(self._real_root, _SCRATCH)
+        if os.path.islink(path):
+            raise InvalidName(f"{path} is a link: links are not followed, remove it")
+        return path
+
     def _sweep(self) -> None:
         """Remove what processes that were killed while writing have left, when it is days old."""
-        scratch = Path(self._real_root, _SCRATCH)
+        scratch = Path(self._scratch())
         mark = scratch / uuid4().hex
         mark.touch()
         now = mark.stat().st_mtime  # by the file system's clock, as the others' times
@@ -130,18 +139,18 @@ class LocalMailbox:
             raise _translate(error, self.root, folder) from error
         for name, entry in entries:
             path = f"{folder}/{name}" if folder else name
-            if (entry.name == _SCRATCH and not folder) or entry.is_symlink():
+            if entry.name == _SCRATCH and not folder:
                 continue
             if name.endswith("/"):
                 shared = min(len(path), len(prefix))
                 if path[:shared] == prefix[:shared] and (path > after or after.startswith(path)):
                     yield from self._walk(path[:-1], prefix, after)
-            elif path.startswith(prefix) and path > after:
+            elif path.startswith(prefix) and path > after and entry.is_file(follow_symlinks=False):
                 yield path
 
 
 def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a pipe that lies there must hold up nobody
 
 
 def _clash(key: str) -> InvalidName:

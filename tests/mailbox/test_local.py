@@ -107,6 +107,22 @@ class TestNoEscape:
         except InvalidName:
             pass
 
+    def test_the_folder_for_writing_may_not_be_a_link(self, mailbox: LocalMailbox, outside: Path) -> None:
+        (mailbox.root / ".scratch").rmdir()
+        (mailbox.root / ".scratch").symlink_to(outside)
+        for attempt in (lambda: LocalMailbox(mailbox.root), lambda: mailbox.put("a", b"x"), lambda: mailbox.put_if_absent("a", b"x")):
+            with pytest.raises(InvalidName, match=r"\.scratch is a link"):
+                attempt()
+        assert [path.name for path in outside.iterdir()] == ["secret"]
+
+    def test_a_pipe_is_no_object_and_holds_up_nobody(self, mailbox: LocalMailbox) -> None:
+        os.mkfifo(mailbox.root / "pipe")
+        assert mailbox.get("pipe") is None
+        assert [*mailbox.list("")] == []
+        assert not mailbox.put_if_absent("pipe", b"x")
+        mailbox.put("pipe", b"mine")
+        assert mailbox.get("pipe") == b"mine"
+
     def test_the_root_itself_may_be_a_link(self, tmp_path: Path) -> None:
         (tmp_path / "volume").mkdir()
         (tmp_path / "link").symlink_to(tmp_path / "volume")
