@@ -52,6 +52,7 @@ class Barrier:
         self._outage_timeout = outage_timeout
         self._clock = clock
         self._verified: set[str] = set()
+        self._refused: set[str] = set()
 
     def wait(self, name: str, parties: int, timeout: float | None = None) -> list[str]:
         """Record this learner's arrival at ``name`` and wait until ``parties`` learners have arrived.
@@ -71,20 +72,18 @@ class Barrier:
     def _wait(self, name: str, parties: int, timeout: float | None) -> list[str]:
         began = reported = self._clock.monotonic()
         absence = Absence(self._clock)
-        recorded = False
         arrived: list[str] = []
         while True:
             try:
-                if not recorded:
-                    self._mailbox.put_if_absent(keys.barrier(name, self._learner_id), self._learner_id.encode())
-                    recorded = True
+                if self._learner_id not in arrived:
+                    self._record(name)
                 arrived = self._arrived(name)
                 absence.answered()
             except MailboxUnavailable as error:
                 if absence.failed() > self._outage_timeout:
                     raise
                 log.warning("barrier %r: the mailbox does not answer, waiting for it: %s", name, error)
-            if recorded and len(arrived) >= parties:
+            if self._learner_id in arrived and len(arrived) >= parties:
                 return arrived
             now = self._clock.monotonic()
             if timeout is not None and now - began >= timeout:
@@ -98,11 +97,15 @@ class Barrier:
             left = self._poll_interval if timeout is None else min(self._poll_interval, began + timeout - now)
             self._clock.sleep(left)
 
+    def _record(self, name: str) -> None:
+        key, arrival = keys.barrier(name, self._learner_id), self._learner_id.encode()
+        if not self._mailbox.put_if_absent(key, arrival) and is_signed(self._mailbox) and not self._genuine(key):
+            self._mailbox.put(key, arrival)  # this learner alone writes there: what is in the way is a stranger's
+
     def _arrived(self, name: str) -> list[str]:
-        found = self._mailbox.list(keys.barrier_prefix(name))
-        if is_signed(self._mailbox):
-            found = (key for key in found if self._genuine(key))
-        return [learner_id for learner_id in map(keys.parse_arrival, found) if learner_id]
+        found = {key: keys.parse_arrival(key) for key in self._mailbox.list(keys.barrier_prefix(name))}
+        signed = is_signed(self._mailbox)
+        return [learner_id for key, learner_id in found.items() if learner_id and (not signed or self._genuine(key))]
 
     def _genuine(self, key: str) -> bool:
         """A name in a listing proves nothing: in a signed run an arrival counts once its object has been verified."""
@@ -110,7 +113,9 @@ class Barrier:
             try:
                 self._mailbox.get(key)
             except CorruptObject as error:
-                log.warning("an arrival does not count: %s", error)
+                if key not in self._refused:
+                    log.warning("an arrival does not count: %s", error)
+                self._refused.add(key)
                 return False
             self._verified.add(key)
         return True

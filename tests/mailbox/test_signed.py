@@ -87,6 +87,15 @@ def test_a_forged_arrival_opens_no_barrier(store: MemoryMailbox, signed: SignedM
     Barrier(signed, "node-1", poll_interval=0.01).wait("start", parties=2)
 
 
+def test_a_forged_arrival_in_ones_own_name_does_not_keep_one_out(
+    store: MemoryMailbox, signed: SignedMailbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put("barriers/start/node-0", b"forged")
+    assert Barrier(signed, "node-0", poll_interval=0.01).wait("start", parties=1, timeout=0) == ["node-0"]
+    assert "barriers/start/node-0" in caplog.text
+    assert signed.get("barriers/start/node-0") == b"node-0"
+
+
 def test_a_learner_without_the_key_is_told_so(store: MemoryMailbox, signed: SignedMailbox) -> None:
     signed.put("beats/a/000001", b"{}")
     with pytest.raises(CorruptObject, match="GRADIENTMAIL_RUN_KEY"):

@@ -69,6 +69,12 @@ class TestLiningUp:
 
 
 class TestRecordingArrivals:
+    def test_an_arrival_that_somebody_has_removed_is_recorded_again(self, mailbox: MemoryMailbox, clock: ManualClock) -> None:
+        clock.at(5, lambda: mailbox.delete("barriers/start/A"))
+        clock.at(10, arrives(mailbox, "B"))
+        assert Barrier(mailbox, "A", clock=clock).wait("start", parties=2) == ["A", "B"]
+        assert mailbox.get("barriers/start/A") == b"A"
+
     def test_an_arrival_is_an_object_that_is_created_once_and_stays(self, mailbox: MemoryMailbox, clock: ManualClock) -> None:
         box = CountingMailbox(mailbox)
         barrier = Barrier(box, "node-0", clock=clock)

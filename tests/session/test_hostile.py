@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.mailbox import Mailbox, SignedMailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Beat, Commit, Contribution, encode, read, reference
+from gradientmail_torch.patterns.barrier import Barrier
 from gradientmail_torch.session import align
 
 KEY = "a secret of the run, long enough"
@@ -105,6 +106,27 @@ def test_keys_of_no_grammar_are_passed_over(two: Two, key: str) -> None:
     two.store.put(key, b"what is this?")
     two.train(8)
     two.world.node("c", ALGORITHM, mailbox=two.box).session.leave()
+    two.finish()
+
+
+class OddListings(MemoryMailbox):
+    """Shows what a bucket may hold and no mailbox would write."""
+
+    odd = ["beats//000001", "beats/a b/000001", "beats/ä/000001", "barriers/start/ä", "claims/0000/0000000001/ ", "commits/0000/",
+           "commits/0000/0000000001/ä", "commits/0000/x y", "data/0000/0000000001/x y", "learners/a/ 00001", "learners/a/٠00002",
+           "rounds/0000/0000000002/", "rounds/0000/0000000002/a b", "rounds/0000/0000000002/ä"]  # fmt: skip
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
+        odd = [key for key in self.odd if key.startswith(prefix) and key > after]
+        return iter(sorted([*super().list(prefix, after=after), *odd]))
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_listing_may_show_anything(world: Any, signed: bool) -> None:
+    two = Two(world, OddListings(), signed=signed)
+    two.train(20)
+    two.world.node("c", ALGORITHM, mailbox=two.box).session.leave()
+    Barrier(two.box, "a", clock=two.a.clock).wait("start", parties=1)
     two.finish()
 
 
