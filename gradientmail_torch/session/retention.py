@@ -63,9 +63,10 @@ class Retention:
         data_bound = min(bound, self._last_whole(newest - self._keep) - 1)
         self._seen[fragment] = [(version, at) for version, at in self._seen[fragment] if version >= bound]
         mailbox = self._run.mailbox
-        open_records = list(mailbox.list(keys.round_prefix(fragment), after=keys.round_prefix(fragment, bound + 1)))
         records = [*self._until(keys.round_prefix(fragment), bound), *self._until(keys.claim_prefix(fragment), bound)]
         data = self._until(keys.data_prefix(fragment), data_bound)
+        # Last, so that a record which is made meanwhile is still seen.
+        open_records = list(mailbox.list(keys.round_prefix(fragment), after=keys.round_prefix(fragment, bound + 1)))
         doomed = [*records, *(set(data) - self._needed(data, open_records))]
         for key in doomed:
             mailbox.delete(key)
