@@ -69,7 +69,8 @@ def _s3(text: str, parts: SplitResult) -> Mailbox:
     unknown = options.keys() - {"endpoint_url", "region"}
     if unknown or not parts.hostname:
         problem = f"unknown parameter {sorted(unknown)[0]!r}" if unknown else "no bucket"
-        raise ConfigError(f"mailbox URL {text!r}: {problem}; it is 's3://bucket/prefix?endpoint_url=…&region=…'")
+        shown = text.partition("?")[0]  # a value that belongs elsewhere may be a secret
+        raise ConfigError(f"mailbox URL {shown!r}: {problem}; it is 's3://bucket/prefix?endpoint_url=…&region=…'")
     return S3Mailbox(parts.netloc, unquote(parts.path), endpoint_url=options.get("endpoint_url"), region=options.get("region"))
 
 
