@@ -189,3 +189,108 @@ def doctor(
             print_json(checks)
     if any(check.verdict == "failed" for check in checks):
         raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    url: URL,
+    file: Annotated[Path, typer.Argument(help="*.safetensors, *.pt (state_dict) or *.ckpt (Lightning).")],
+    form: Annotated[str | None, typer.Option("--format", help="safetensors, state_dict or lightning; by the name unless given.")] = None,
+    dtype: Annotated[str, typer.Option(help="model (as the founder's), fp32, bf16 or fp16.")] = "model",
+    template: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint of the same model, for what does not travel: frozen parameters, tied names."),
+    ] = None,
+    trust_template: Annotated[bool, typer.Option("--trust-template", help="Unpickle the template whatever it holds.")] = False,
+    hparams: Annotated[str | None, typer.Option(help="The model's arguments as JSON, for load_from_checkpoint.")] = None,
+) -> None:
+    """The run's parameters as a file that needs neither the mailbox nor this package."""
+    from typing import cast, get_args
+
+    from gradientmail_torch.cli.export import Format
+    from gradientmail_torch.cli.export import export as save
+    from gradientmail_torch.errors import ConfigError
+
+    with told():
+        if form is not None and form not in get_args(Format):
+            raise ConfigError(f"--format must be one of {', '.join(get_args(Format))}, not {form!r}")
+        done = save(
+            open_to_read(url),
+            file,
+            form=cast("Format | None", form),
+            dtype=dtype,
+            template=template,
+            trusted=trust_template,
+            hparams=hparams,
+        )
+        more = f", {done.from_template} of them from the template" if done.from_template else ""
+        out.print(f"{done.path}: {done.tensors} tensors{more}, versions {', '.join(map(str, done.versions))}", soft_wrap=True)
+
+
+@app.command()
+def replay(
+    url: URL,
+    json: Json = False,
+    last: Annotated[int, typer.Option(min=0, help="Commits to show; 0 shows all.")] = 20,
+    verify: Annotated[bool, typer.Option("--verify", help="Make the commits again from their contributions and compare.")] = False,
+) -> None:
+    """Who contributed what to which commit, from the commits' own records."""
+    from gradientmail_torch.cli import replay as replays
+    from gradientmail_torch.cli.run_view import read_run
+
+    with told():
+        mailbox = open_to_read(url)
+        view = read_run(mailbox, history=True)
+        commits = replays.replay(view)
+        found = []
+        if verify:
+            from gradientmail_torch.cli.verify import verify as make_again
+
+            found = make_again(mailbox, view.commits)
+        if json:
+            print_json({"commits": commits, "totals": replays.totals(commits, len(view.fragments)), "verified": found})
+        else:
+            out.print(replays.screen(commits, len(view.fragments), last))
+            for each in found:
+                out.print(Text(printable(each.in_words()), "bold red" if each.problem else "green"), soft_wrap=True)
+    if any(each.problem for each in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def gc(
+    url: URL,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete it; without this it is only said.")] = False,
+    keep: Annotated[int, typer.Option(min=1, help="Newest versions of each fragment that stay.")] = 4,
+    show: Annotated[bool, typer.Option("--show", help="Name each object.")] = False,
+) -> None:
+    """What the run no longer needs: old tensors and records, what died learners left. Says it, or deletes it.
+
+    Commits stay, and so does all that the newest versions are made of. While learners are there, only what is
+    too old for them is taken.
+    """
+    from gradientmail_torch.cli import gc as garbage
+    from gradientmail_torch.cli.formats import plural
+    from gradientmail_torch.cli.run_view import read_run
+    from gradientmail_torch.cli.watching import BeatWatch, sightings
+
+    with told():
+        mailbox = open_mailbox(url) if delete and "://" in url else open_to_read(url)
+        first = read_run(mailbox)
+        passing = garbage.passing(mailbox, first.manifest.nonce)
+        seen = sightings(mailbox, first.learners, BeatWatch())
+        alive = any(sighting.presence in ("alive", "unknown") for sighting in seen.values())
+        found = garbage.find(mailbox, read_run(mailbox), keep=keep, alive=alive, seen_before=passing)
+        if delete:
+            garbage.delete(mailbox, found)
+        if show:
+            for key in found.keys:
+                out.print(printable(key), soft_wrap=True)
+        parts = (
+            plural(len(found.old_data), "old data object"),
+            plural(len(found.old_records), "old record"),
+            plural(len(found.lost_foundings), "initial value") + " of lost foundings",
+            plural(len(found.probes), "probe"),
+        )
+        done = "deleted" if delete else "can be deleted (add --delete)" if found.keys else "nothing to delete"
+        out.print(f"{', '.join(parts)}: {done}" + ("; learners are there" if alive else ""), soft_wrap=True)

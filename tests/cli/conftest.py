@@ -63,11 +63,15 @@ def run_together(url: str, algorithm: Algorithm, *, steps: int, keep: int | None
             done.result()
 
 
+FINISHED = together(outer=OuterSGD(lr=0.9, momentum=0.5), wire="bf16", commit_wire="bf16", whole_every=2)
+"""The algorithm of the run below."""
+
+
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The mailbox of a run that has ended, with three commits of each fragment. All is kept. Not to be changed."""
     url = str(tmp_path_factory.mktemp("run") / "mailbox")
-    run_together(url, together(outer=OuterSGD(lr=0.9, momentum=0.5), wire="bf16", commit_wire="bf16", whole_every=2), steps=6)
+    run_together(url, FINISHED, steps=6)
     return url
 
 
