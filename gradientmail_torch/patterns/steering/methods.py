@@ -48,9 +48,10 @@ def execute(
 ) -> Result:
     """Run a serialized task and return it, serialized, with its outcome. Never raises: a failure is an outcome.
 
-    A generator's values are handed to ``emit``, each as an intermediate result; what it returns is the value.
-    A function with a parameter ``_result`` gets the task, one with ``_resources`` what the task asked for. Inputs
-    that are to be kept are not written again.
+    A generator's values are handed to ``emit``, each as an intermediate result; what it returns is the value. So
+    are the values for which a function calls its parameter ``_emit``, say from a callback of a Trainer. One with a
+    parameter ``_result`` gets the task, with ``_resources`` what the task asked for. Inputs that are to be kept are
+    not written again.
     """
     task.mark("compute_started", clock)
     task.worker_info = worker or task.worker_info or WorkerInformation()
@@ -72,25 +73,27 @@ def execute(
 
 
 def _call(method: Method, task: Result, emit: Callable[[Result], object], inputs: Any, clock: Clock) -> Any:
-    wanted = inspect.signature(method).parameters if _has_signature(method) else {}
-    extra = {
-        name: given for name, given in (("_result", task), ("_resources", task.resources)) if name in wanted and name not in task.kwargs
-    }
     began = clock.monotonic()
+
+    def stream(value: Any) -> None:
+        part = task.copy()
+        part.set_result(value, clock.monotonic() - began, intermediate=True)
+        part.mark("compute_ended", clock)
+        part.inputs = inputs if task.keep_inputs else ((), {})
+        part.time.serialize_results = part.serialize(clock)
+        emit(part)
+
+    wanted = inspect.signature(method).parameters if _has_signature(method) else {}
+    offered = {"_result": task, "_resources": task.resources, "_emit": stream}
+    extra = {name: given for name, given in offered.items() if name in wanted and name not in task.kwargs}
     value = method(*task.args, **task.kwargs, **extra)
     if not isinstance(value, Generator):
         return value
     while True:
         try:
-            step = next(value)
+            stream(next(value))
         except StopIteration as ending:
             return ending.value
-        part = task.copy()
-        part.set_result(step, clock.monotonic() - began, intermediate=True)
-        part.mark("compute_ended", clock)
-        part.inputs = inputs if task.keep_inputs else ((), {})
-        part.time.serialize_results = part.serialize(clock)
-        emit(part)
 
 
 def _serialized(task: Result, inputs: Any, clock: Clock) -> Result:

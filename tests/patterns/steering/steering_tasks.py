@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,12 @@ def fail_times(count: int, folder: str) -> int:
 def count_up(n: int) -> Iterator[int]:
     yield from range(n)
     return n
+
+
+def call_back(n: int, _emit: Callable[[Any], None]) -> str:
+    for number in range(n):
+        _emit(number)
+    return "end"
 
 
 def where(_result: Any, _resources: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from steering_tasks import (
+    call_back,
     crash,
     echo,
     f,
@@ -142,6 +143,19 @@ def test_a_function_can_ask_for_its_task_and_its_resources(pipes: Pipes, local: 
     assert found.value["task_id"] == task_id
     assert (found.value["threads"], found.value["attempt"]) == (4, 1)
     assert found.worker_info.pid == found.value["pid"]
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_function_can_stream_from_a_callback(pipes: Pipes, local: Local, threads: bool) -> None:
+    queues = pipes(keep_inputs=False)
+    local([call_back], queues, threads=threads)
+    queues.send_inputs(2, method="call_back")
+    found = [queues.get_result(timeout=30) for _ in range(3)]
+    assert [(result.value, result.complete, result.inputs) for result in found] == [
+        (0, False, ((), {})),
+        (1, False, ((), {})),
+        ("end", True, ((), {})),
+    ]
 
 
 def test_a_task_in_a_process_has_the_main_thread(pipes: Pipes, local: Local) -> None:
