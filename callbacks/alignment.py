@@ -7,29 +7,33 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from gradientmail_torch.algorithms.layout import travelling
-from gradientmail_torch.callbacks.barriers import align_node
-from gradientmail_torch.lightning.companion import required_companion
+from gradientmail_torch.lightning.alignment import align_together
+from gradientmail_torch.lightning.companion import place_of
+from gradientmail_torch.lightning.group import Group
 from gradientmail_torch.lightning.participation import MailboxLike, Participation
 
 
 class AlignOnValidation(Callback):
     """Validates the committed parameters of the run; the node's own are put back afterwards.
 
-    ``mailbox`` is that of the Trainer's GradientMail strategy or callback when left out; with one given it also
-    works in ``trainer.validate``. Callbacks that swap weights for validation themselves (EMA) must come first.
+    A ModelCheckpoint that is due after a validation saves the node's own. Callbacks that swap weights for
+    validation themselves (EMA) score theirs.
+
+    Args:
+        mailbox: when left out, that of the Trainer's GradientMail strategy or callback, and without one that of the
+            environment. With one given it also works in ``trainer.validate`` under any strategy.
     """
 
     def __init__(self, mailbox: MailboxLike | None = None) -> None:
-        self._own = Participation(mailbox=mailbox) if mailbox is not None else None
+        self._own = Participation(mailbox=mailbox)
         self._local: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        part = self._own or required_companion(trainer, "AlignOnValidation").participation
         self._local = {name: tensor.clone() for name, tensor in travelling(pl_module).items()}
-        align_node(trainer, pl_module, part)
+        align_together(pl_module, Group(trainer.strategy), place_of(trainer, self._own).open)
 
     @torch.no_grad()
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

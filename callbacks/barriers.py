@@ -6,12 +6,11 @@ import logging
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from gradientmail_torch.lightning.barrier import NodeBarrier
-from gradientmail_torch.lightning.companion import required_companion
+from gradientmail_torch.lightning.alignment import align_together, run_exists
+from gradientmail_torch.lightning.barrier import wait_together
+from gradientmail_torch.lightning.companion import companion_of, place_of
 from gradientmail_torch.lightning.group import Group
-from gradientmail_torch.lightning.parameters import access_for
 from gradientmail_torch.lightning.participation import MailboxLike, Participation
-from gradientmail_torch.session import align
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +20,8 @@ class _BarrierCallback(Callback):
 
     Args:
         parties: nodes that must arrive.
-        mailbox, learner_id: those of the Trainer's GradientMail strategy or callback, when left out.
+        mailbox, learner_id: when left out, those of the Trainer's GradientMail strategy or callback, and without
+            one those of the environment.
         name: a barrier's name serves once per run.
         timeout: seconds; None waits without end.
         poll_interval: seconds between two looks.
@@ -36,23 +36,31 @@ class _BarrierCallback(Callback):
         timeout: float | None = None,
         poll_interval: float = 1.0,
     ) -> None:
-        Participation(start_parties=parties, learner_id=learner_id)  # refuses bad values now
+        self._own = Participation(mailbox=mailbox, learner_id=learner_id, start_parties=parties, poll_interval=poll_interval)
         self.parties = parties
         self.name = name
         self.timeout = timeout
         self.poll_interval = poll_interval
-        self._own = Participation(mailbox=mailbox, learner_id=learner_id) if mailbox is not None or learner_id is not None else None
-
-    def participation(self, trainer: Trainer) -> Participation:
-        return self._own or required_companion(trainer, type(self).__name__).participation
 
     def wait(self, trainer: Trainer, name: str) -> list[str]:
-        """Wait at barrier ``name``; returns the learners that had arrived."""
-        part = self.participation(trainer)
+        """Wait at barrier ``name``, on every rank of the node; returns the learners that had arrived."""
+        companion = companion_of(trainer)
+        place = place_of(trainer, self._own)
         group = Group(trainer.strategy)
-        learner_id = group.lead(part.identify)
-        barrier = NodeBarrier(group, part.open, learner_id, poll_interval=self.poll_interval)
-        return barrier.wait(name, self.parties, self.timeout)
+
+        def interrupted() -> bool:
+            return trainer.received_sigterm or (companion is not None and companion.termination.due)
+
+        return wait_together(
+            group,
+            name,
+            self.parties,
+            self.timeout,
+            mailbox=place.open,
+            learner_id=group.lead(place.identify),
+            poll_interval=self.poll_interval,
+            interrupted=interrupted,
+        )
 
 
 class StartBarrier(_BarrierCallback):
@@ -77,7 +85,8 @@ class StartBarrier(_BarrierCallback):
 class DoneBarrier(_BarrierCallback):
     """Holds the end of training until ``parties`` nodes have finished, and then loads the run's parameters.
 
-    After ``timeout`` seconds it goes on with those who have arrived, with a warning.
+    After ``timeout`` seconds it goes on with those who have arrived, with a warning. ``align=False``, or a mailbox
+    without a run (nobody has a session there), leaves the parameters as they are.
     """
 
     def __init__(
@@ -100,8 +109,9 @@ class DoneBarrier(_BarrierCallback):
             self.wait(trainer, self.name)
         except TimeoutError as error:
             log.warning("going on without those who have not arrived: %s", error)
-        if self.align:
-            align_node(trainer, pl_module, self.participation(trainer))
+        group, place = Group(trainer.strategy), place_of(trainer, self._own)
+        if self.align and run_exists(group, place.open):
+            align_together(pl_module, group, place.open)
 
 
 class EpochBarrier(_BarrierCallback):
@@ -121,10 +131,3 @@ class EpochBarrier(_BarrierCallback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.wait(trainer, f"{self.name}-{trainer.current_epoch}")
-
-
-def align_node(trainer: Trainer, pl_module: LightningModule, part: Participation) -> None:
-    """Load the run's committed parameters into the model on every rank of this node."""
-    group = Group(trainer.strategy)
-    access = access_for(pl_module, group, fragments=part.algorithm.fragments, buffers=part.algorithm.buffers)
-    group.lead(lambda: align(pl_module, mailbox=part.open(), access=access))

@@ -27,9 +27,15 @@ class RoundMonitor(Callback):
 
     def __init__(self, prefix: str = "gradientmail/") -> None:
         self._prefix = prefix
+        self._logged_at_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._logged_at_step = 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        companion = companion_of(trainer)
+        # Not trainer.global_step, which grows by two in a batch with two optimizers.
+        if companion is not None and companion.steps - self._logged_at_step >= trainer.log_every_n_steps:  # type: ignore[attr-defined]
             self._log(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -37,11 +43,12 @@ class RoundMonitor(Callback):
 
     def _log(self, trainer: Trainer) -> None:
         companion = companion_of(trainer)
-        stats = companion.stats if companion is not None else None
-        if stats is not None:
-            metrics = {self._prefix + name: value for name, value in figures(stats).items()}
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.global_step)
+        if companion is None or (stats := companion.stats) is None:
+            return
+        self._logged_at_step = companion.steps
+        metrics = {self._prefix + name: value for name, value in figures(stats).items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)  # as Lightning's own
 
 
 def figures(stats: Stats) -> dict[str, float]:

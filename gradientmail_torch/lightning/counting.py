@@ -18,31 +18,41 @@ from gradientmail_torch.errors import ConfigError
 
 
 class WorkCounter:
-    """Counts a step for each batch in which any optimizer really stepped."""
+    """Counts a step for each batch in which any of the module's optimizers really stepped."""
 
     def __init__(self, trainer: Trainer, batch_size: Callable[[Any], int] | None = None) -> None:
         self._batch_size = batch_size
-        self._ranks = int(getattr(trainer.strategy, "world_size", 1))
+        self._replicas = _replicas(trainer)
         self._stepped = False
+        self._gathered = 0
         self.steps = 0
         self.samples = 0
-        """Over all ranks of the node."""
+        """Over all replicas of the node."""
+        self.total_steps = 0
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.strategy.optimizers]
         self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in optimizers]
         # A fused optimizer skips inside its kernel, and its hook fires all the same.
-        fused = any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
-        self._scaler = getattr(trainer.precision_plugin, "scaler", None) if fused else None
+        self._fused = any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
+        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._scale = self._scaler.get_scale() if self._scaler is not None else 0.0
 
     def batch_ended(self, batch: Any) -> None:
-        """Count a batch's samples, and a step when one was made of it and those before it."""
-        self.samples += self._ranks * self._size(batch)
-        if self._stepped and not self._skipped():
+        """Count a batch's samples, and a step when one was made of it and those before it.
+
+        The samples of a step that a gradient scaler skipped are in no step.
+        """
+        self._gathered += self._replicas * self._size(batch)
+        overflowed = self._overflowed()
+        stepped, self._stepped = self._stepped, False
+        if stepped and not (overflowed and self._fused):
             self.steps += 1
-        self._stepped = False
+            self.total_steps += 1
+            self.samples += self._gathered
+        if stepped or overflowed:
+            self._gathered = 0
 
     def take(self) -> tuple[int, int]:
-        """Steps and samples since the last call."""
+        """Steps since the last call, and the samples behind them."""
         taken = (self.steps, self.samples)
         self.steps = self.samples = 0
         return taken
@@ -54,7 +64,8 @@ class WorkCounter:
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped = True
 
-    def _skipped(self) -> bool:
+    def _overflowed(self) -> bool:
+        """Whether the gradient scaler has met infinite gradients, and so lowered its scale, since the last call."""
         if self._scaler is None:
             return False
         before, self._scale = self._scale, self._scaler.get_scale()
@@ -67,3 +78,9 @@ class WorkCounter:
             return extract_batch_size(batch)
         except (MisconfigurationException, RecursionError) as error:
             raise ConfigError("cannot tell the number of samples in a batch: pass batch_size=<function of the batch>") from error
+
+
+def _replicas(trainer: Trainer) -> int:
+    """Replicas of the model on this node that train on samples of their own: fewer than ranks under tensor parallelism."""
+    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    return int(sampler["num_replicas"]) if sampler else 1

@@ -5,17 +5,22 @@ Ranks here are node-local. Nothing of this ever crosses to another node; between
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 
+from gradientmail_torch import errors
+from gradientmail_torch.clock import SYSTEM_CLOCK
 from gradientmail_torch.errors import GradientMailError
-
-log = logging.getLogger(__name__)
+from gradientmail_torch.lightning.signals import Preempted
 
 T = TypeVar("T")
+
+ASK_EVERY_S = 2.0
+"""How often a waiting rank 0 gives the others a sign of life and hears whether one of them was told to stop."""
 
 
 class Group:
@@ -53,7 +58,7 @@ class Group:
     def lead(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 and give its result, which must be picklable, to every rank.
 
-        What it raises is raised on every rank.
+        What it raises is raised on every rank: errors of this package in kind, others as :class:`GradientMailError`.
         """
         if self.alone:
             return work()
@@ -78,10 +83,40 @@ class Group:
                 case "return":
                     return arguments[0]
                 case _:
-                    raise GradientMailError(f"rank 0 of this node failed: {name}: {arguments[0]}")
+                    raise _as_here(name, arguments[0])
 
-    def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank of the node."""
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """For each flag, whether it is true on any rank of the node: one small all-reduce."""
         if self.alone:
-            return flag
-        return bool(self._strategy.reduce_boolean_decision(flag, all=False))
+            return flags
+        together = torch.tensor(flags, dtype=torch.int32, device=self._strategy.root_device)
+        dist.all_reduce(together, dist.ReduceOp.MAX)
+        return tuple(bool(flag) for flag in together.tolist())
+
+    def inquiry(self, flag: Callable[[], bool]) -> Callable[[], bool]:
+        """For rank 0 to call while it waits within :meth:`lead`: whether ``flag`` is true on any rank of the node.
+
+        The others are asked every ``ASK_EVERY_S`` seconds, which also keeps the process group from timing out.
+        """
+        self.operation("answer", lambda: self.any(flag()))
+        asked_at = SYSTEM_CLOCK.monotonic()
+
+        def ask() -> bool:
+            nonlocal asked_at
+            if self.alone or SYSTEM_CLOCK.monotonic() - asked_at < ASK_EVERY_S:
+                return flag()
+            asked_at = SYSTEM_CLOCK.monotonic()
+            self.everyone("answer")
+            return self.any(flag())[0]
+
+        return ask
+
+
+def _as_here(name: str, text: str) -> BaseException:
+    """What rank 0 raised, for another rank to raise."""
+    if name == Preempted.__name__:
+        return Preempted()
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, GradientMailError):
+        return kind(f"{text} (on rank 0 of this node)")
+    return GradientMailError(f"rank 0 of this node failed: {name}: {text}")

@@ -13,21 +13,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gradientmail_torch.algorithms.layout import Layout, describe, split, travelling
+from gradientmail_torch.algorithms.layout import Layout, travelling
 from gradientmail_torch.lightning.group import Group
-from gradientmail_torch.session.parameters import LocalParameters, ParameterAccess, Snapshot
+from gradientmail_torch.session.parameters import LocalParameters, Snapshot
 
 
 class GroupParameters:
     """Access for rank 0; constructing it on the other ranks has them follow."""
 
-    def __init__(self, model: nn.Module, group: Group, *, fragments: int | None, buffers: bool) -> None:
+    def __init__(self, model: nn.Module, group: Group, layout: Layout) -> None:
         self._group = group
-        self._layout: Layout = split(describe(model, buffers=buffers), fragments)
+        self._layout = layout
+        buffers = any(spec.kind == "buffer" for specs in layout for spec in specs)
         tensors = travelling(model, buffers=buffers)
-        sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-        self._local = _ShardedParameters(model, self._layout, buffers) if sharded else LocalParameters(model, self._layout, buffers=buffers)
-        self._sharded = sharded
+        self.sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+        self._local = _ShardedParameters(model, layout, buffers) if self.sharded else LocalParameters(model, layout, buffers=buffers)
         self._device = next(iter(tensors.values())).device
         group.operation("snapshot", self._local.snapshot)
         for name in ("shift", "write"):
@@ -35,7 +35,7 @@ class GroupParameters:
         group.operation("mix", lambda fragment, share: self._local.mix(fragment, self._received(fragment), share))
 
     def snapshot(self, fragment: int) -> Snapshot:
-        if self._sharded:
+        if self.sharded:
             self._group.everyone("snapshot", fragment)
         return self._local.snapshot(fragment)
 
@@ -83,41 +83,55 @@ class _ShardedParameters:
 
     @torch.no_grad()
     def snapshot(self, fragment: int) -> Snapshot:
-        whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in self._fragments[fragment]]
+        whole = [_whole(tensor) for tensor in self._fragments[fragment]]
         host = [tensor.to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True) for tensor in whole]
         return lambda: host
 
     @torch.no_grad()
     def shift(self, fragment: int, corrections: Sequence[Tensor]) -> list[Tensor | None]:
+        moved: list[Tensor | None] = []
         for tensor, spec, correction in zip(self._fragments[fragment], self._layout[fragment], corrections, strict=True):
+            part = _part(correction, tensor)
             if spec.kind == "buffer":
-                tensor.copy_(_like(correction, tensor))
+                tensor.copy_(part)
+                moved.append(None)
+            elif tensor.dtype.itemsize >= 4:
+                tensor.add_(part)
+                moved.append(None)
             else:
-                tensor.add_(_like(correction, tensor))
-        return [None] * len(corrections)
+                before = tensor.float()
+                tensor.copy_(before + part)
+                moved.append(_whole(tensor.float() - before).cpu())
+        return moved
 
     @torch.no_grad()
     def write(self, fragment: int, values: Sequence[Tensor]) -> list[Tensor]:
         for tensor, value in zip(self._fragments[fragment], values, strict=True):
-            tensor.copy_(_like(value, tensor))
-        return list(values)
+            tensor.copy_(_part(value, tensor))
+        return [
+            value if tensor.dtype.itemsize >= 4 or not tensor.is_floating_point() else value.to(tensor.dtype).float().cpu()
+            for tensor, value in zip(self._fragments[fragment], values, strict=True)
+        ]
 
     @torch.no_grad()
     def mix(self, fragment: int, values: Sequence[Tensor], share: float) -> None:
-        for tensor, value in zip(self._fragments[fragment], values, strict=True):
-            tensor.add_(_like(value, tensor) - tensor, alpha=share)
+        for tensor, spec, value in zip(self._fragments[fragment], self._layout[fragment], values, strict=True):
+            part = _part(value, tensor)
+            tensor.copy_(part if spec.kind == "buffer" else tensor + share * (part - tensor))
 
     def staged(self, tensors: list[Tensor]) -> list[Tensor]:
         return tensors
 
 
-def _like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """The part of ``whole`` that this rank holds of ``tensor``."""
-    if not isinstance(tensor, DTensor):
-        return whole
-    return distribute_tensor(whole.to(tensor.dtype), tensor.device_mesh, tensor.placements)
+def _part(whole: Tensor, tensor: Tensor) -> Tensor:
+    """The part of ``whole``, in its number type, that this rank holds of ``tensor``."""
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else whole
 
 
-def access_for(model: nn.Module, group: Group, *, fragments: int | None, buffers: bool) -> ParameterAccess | None:
-    """None where the model is whole in this process, which the session handles itself."""
-    return None if group.size == 1 else GroupParameters(model, group, fragments=fragments, buffers=buffers)
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def access_for(model: nn.Module, group: Group, layout: Layout) -> GroupParameters | None:
+    """None where the model is whole in this process, which the session handles itself. Called on every rank."""
+    return None if group.alone else GroupParameters(model, group, layout)

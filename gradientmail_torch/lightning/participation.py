@@ -71,6 +71,10 @@ class Participation:
         self.mailbox = open_mailbox(self.mailbox if self.mailbox is not None else config.mailbox_url())
         return self.mailbox
 
+    def probe(self) -> None:
+        """Open the mailbox for the first time, to hear what is wrong with it."""
+        self.open()
+
     def identify(self) -> str:
         """This node's learner ID; the same one on every call."""
         if self.learner_id is None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +32,31 @@ def reseed(learner_id: str, rank: int) -> None:
         os.environ["PL_GLOBAL_SEED"] = kept
 
 
-def warn_if_unshuffled(trainer: Trainer) -> None:
-    """A training loader without shuffling gives every node the same samples in the same order."""
-    loaders = trainer.train_dataloader
-    for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
-        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            sampler = getattr(loader.sampler, "sampler", loader.sampler)
-            if isinstance(sampler, SequentialSampler):
-                log.warning(
-                    "the training data is not shuffled, so every node trains on the same samples in the same order: "
-                    "use shuffle=True, a SharedQueueDataset, or a part of the data for each learner"
-                )
-                return
+def warn_if_same_data(trainer: Trainer) -> None:
+    """Warn of a training loader that gives every node the same samples in the same order."""
+    for loader in _leaves(trainer.train_dataloader):
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            continue
+        sampler = getattr(loader.sampler, "sampler", loader.sampler)
+        if isinstance(sampler, SequentialSampler) or (isinstance(sampler, DistributedSampler) and not sampler.shuffle):
+            reason = "is not shuffled"
+        elif getattr(sampler, "generator", None) is not None:
+            reason = "is shuffled by a generator of yours"
+        else:
+            continue
+        log.warning(
+            "the training data %s, so every node may train on the same samples in the same order: "
+            "use shuffle=True alone, a SharedQueue, or a part of the data for each learner",
+            reason,
+        )
+        return
+
+
+def _leaves(loaders: Any) -> Iterator[Any]:
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    if isinstance(loaders, (list, tuple)):
+        for each in loaders:
+            yield from _leaves(each)
+    else:
+        yield loaders

@@ -16,7 +16,9 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.strategies.strategy import Strategy
 
 from gradientmail_torch.algorithms import Algorithm, DecoupledDiLoCo
+from gradientmail_torch.errors import ConfigError
 from gradientmail_torch.lightning.companion import Companion, companion_of
+from gradientmail_torch.lightning.group import Group
 from gradientmail_torch.lightning.launch import check_launch
 from gradientmail_torch.lightning.participation import MailboxLike, Participation
 from gradientmail_torch.lightning.seeding import learner_seed
@@ -112,6 +114,8 @@ class _MailboxMixin(Strategy):
         if found is None:
             found = Companion(self.participation)
             trainer.callbacks.insert(0, found)  # type: ignore[attr-defined]
+        elif found.participation is not self.participation:
+            raise ConfigError(f"{type(self).__name__} takes part by itself: remove {type(found).__name__} from the Trainer's callbacks")
         self._companion = found
 
     def setup_environment(self) -> None:
@@ -122,8 +126,11 @@ class _MailboxMixin(Strategy):
         )
         super().setup_environment()
         trainer = self._lightning_module._trainer if self._lightning_module is not None else None
-        if self.is_global_zero and trainer is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self.participation.open()  # a bucket that cannot be used is told before anything is set up
+        if trainer is None or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        group = Group(self)
+        self.participation.learner_id = group.lead(self.participation.identify)
+        group.lead(self.participation.probe)  # a bucket that cannot be used is told before anything is set up
 
 
 class GradientMailStrategy(_MailboxMixin, SingleDeviceStrategy):
@@ -156,10 +163,18 @@ class GradientMailDDPStrategy(_MailboxMixin, DDPStrategy):
 class GradientMailFSDP2Strategy(_MailboxMixin, ModelParallelStrategy):
     """Several processes on each node that share one sharded replica (FSDP2); the nodes meet in the mailbox.
 
-    Like its base it needs a ``configure_model`` that shards the model.
+    Like its base it needs a ``configure_model`` that shards the model. Unlike its base it gives all of the node's
+    devices to data parallelism unless told otherwise.
     """
 
     strategy_name = "gradientmail_fsdp2"
+
+    def setup_environment(self) -> None:
+        if self._tensor_parallel_size == "auto":
+            self._tensor_parallel_size = 1 if self._data_parallel_size == "auto" else self.num_processes // self._data_parallel_size
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size = self.num_processes // self._tensor_parallel_size
+        super().setup_environment()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
