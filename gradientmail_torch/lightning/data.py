@@ -95,12 +95,12 @@ class SharedQueueLoader:
         self._collate = collate_fn
         self._pin_memory = pin_memory
         self._context = multiprocessing_context
-        self._lead = lead or _lead
+        self._lead = lead or lead_ranks
 
     def __iter__(self) -> Iterator[Any]:
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         loading = _Loading(self.dataset.load, self._collate, self.batch_size, rank, size)
-        with contextlib.closing(_Claims(self.dataset.queue, self._lead)) as claims:
+        with contextlib.closing(Claims(self.dataset.queue, self._lead)) as claims:
             if self._num_workers:
                 # Ends when nothing is free: what dead nodes leave behind later is loaded below.
                 workers = DataLoader(
@@ -122,8 +122,8 @@ class SharedQueueLoader:
                 claims.done(place)
 
 
-class _Claims:
-    """What the node has claimed: by rank 0, for all ranks."""
+class Claims:
+    """What the node has claimed: by rank 0, for all ranks, which call the methods alike."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Claims:
 
 
 class _FreeItems(Sampler[tuple[int, Any]]):
-    def __init__(self, claims: _Claims) -> None:
+    def __init__(self, claims: Claims) -> None:
         self._claims = claims
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
@@ -206,7 +206,7 @@ def deal(samples: Iterable[T], batch_size: int, rank: int, size: int) -> Iterato
         yield turn[rank::size] or [turn[rank % len(turn)]]
 
 
-def _lead(work: Callable[[], T]) -> T:
+def lead_ranks(work: Callable[[], T]) -> T:
     """Do ``work`` on rank 0 of the process group, if there is one, and give its result to all."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()

@@ -54,7 +54,7 @@ def test_ranks_get_disjoint_parts_and_equally_many_batches(size: int, batch_size
     assert all(1 <= len(part[-1]) <= batch_size for part in parts if part)
 
 
-def test_the_ranks_of_a_node_share_its_items(tmp_path: Path) -> None:
+def test_the_ranks_of_a_node_share_its_items_and_its_evaluations(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -68,7 +68,9 @@ def test_the_ranks_of_a_node_share_its_items(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
-    batches = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert [report["metrics"] for report in reports] == [{"mean": 11.0, "batches": 12.0}] * 2, "each rank's own batches, counted once"
+    batches = [report["batches"] for report in reports]
     assert len(batches[0]) == len(batches[1]) == 2 * 5 * 2, "two epochs, five items, two batches on each rank"
     for epoch in (slice(0, 10), slice(10, 20)):
         seen = [Counter(sample for batch in part[epoch] for sample in batch) for part in batches]

@@ -1,0 +1,76 @@
+"""One set of parameters for an evaluation on many nodes while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gradientmail_torch.algorithms.layout import travelling
+from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
+from gradientmail_torch.errors import ConfigError
+from gradientmail_torch.lightning.data import Lead, lead_ranks
+from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.patterns.synchronization import Invocation, SynchronizationNode
+from gradientmail_torch.session import align
+
+
+@contextlib.contextmanager
+def run_parameters(
+    module: LightningModule,
+    *,
+    name: str,
+    mailbox: Mailbox,
+    learner_id: str,
+    timeout: float | None = None,
+    lease: float = 60.0,
+    poll_interval: float = 1.0,
+    lead: Lead | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Iterator[None]:
+    """For the time of a ``with`` block, ``module`` has the run's committed parameters, the same on every node.
+
+    Commits go on while nodes come here one after the other, so the first of them publishes what it has aligned to,
+    once under ``name``, and all load that: one upload of the model, and a download for each node. The node's own
+    parameters are put back at the end. Not for sharded modules.
+    """
+    own = {part: tensor.detach().clone() for part, tensor in travelling(module).items()}
+    if any(hasattr(tensor, "to_local") for tensor in own.values()):
+        raise ConfigError("parameters that are sharded over ranks cannot be shared while training goes on: evaluate at the end of fit")
+    with tempfile.TemporaryDirectory(prefix="gradientmail-") as folder, torch.no_grad():
+
+        def publish(data: dict[str, Any], invocation: Invocation) -> BinaryIO:
+            align(module, mailbox=mailbox, clock=clock)
+            path = os.path.join(folder, "published")
+            save_file({part: tensor.detach().cpu().contiguous().clone() for part, tensor in travelling(module).items()}, path)
+            return open(path, "rb")
+
+        def fetch() -> str:
+            options: dict[str, Any] = {"run_id": "parameters", "lease": lease, "poll_interval": poll_interval, "clock": clock}
+            node = SynchronizationNode(name, ["first"], mailbox, learner_id, **options)
+            node.call("first")
+            path = os.path.join(folder, "fetched")
+            node.wait(publish, timeout).value.save(path)  # type: ignore[attr-defined]
+            return path
+
+        try:
+            _write(module, load_file((lead or lead_ranks)(fetch)))
+            if dist.is_initialized():
+                dist.barrier()  # all ranks have read it before rank 0 removes it
+            yield
+        finally:
+            _write(module, own)
+
+
+def _write(module: LightningModule, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for part, tensor in travelling(module).items():
+            tensor.copy_(values[part])
