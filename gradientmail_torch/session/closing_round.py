@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,13 +26,21 @@ MAX_UNREADABLE = 1000
 """How many records that cannot be read a commit names, so that strangers' objects cannot make it too long to be read."""
 
 
+class Own(NamedTuple):
+    """The syncer's own contribution, which need not be fetched: the record holds a digest of exactly this."""
+
+    record: Contribution
+    delta: list[Tensor]
+
+
 class ClosingRound:
     """Everything here is untrusted: what does not hold is left out with its reason, and merging goes on."""
 
-    def __init__(self, run: Run, fragment: int, version: int, before: Sequence[Tensor]) -> None:
+    def __init__(self, run: Run, fragment: int, version: int, before: Sequence[Tensor], own: Own | None = None) -> None:
         """``before`` is the fragment's committed value, which the contributions are deltas of."""
         self._run = run
         self._before = before
+        self._own = own
         self._fragment = fragment
         self._version = version
         self._specs: Sequence[TensorSpec] = run.layout[fragment]
@@ -102,7 +111,8 @@ class ClosingRound:
 
     def _load(self, key: str, record: Contribution) -> list[Tensor] | None:
         try:
-            tensors = self._run.tensors(record.data, self._specs)
+            at_hand = self._own.delta if self._own is not None and record == self._own.record else None
+            tensors = at_hand or self._run.tensors(record.data, self._specs)
         except CorruptObject as error:
             self._leave_out(key, record.nonce, record.learner_id, str(error))
             return None

@@ -20,13 +20,13 @@ from gradientmail_torch.algorithms.quorum import RoundView, closes, merge_order,
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject, InvalidName
 from gradientmail_torch.messages import Claim, Commit, encode, read
-from gradientmail_torch.session.closing_round import ClosingRound
+from gradientmail_torch.session.closing_round import ClosingRound, Own
 from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.parameters import difference, total
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.retention import Retention
-from gradientmail_torch.session.run import Run, outer_specs
+from gradientmail_torch.session.run import Base, Run, outer_specs
 from gradientmail_torch.session.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class Signals:
     """Another learner's contribution is in an open round."""
     hinted: Callable[[], None]
     """A newer commit exists."""
+    lost: Callable[[], None]
+    """The record of this learner's contribution is gone from the open round."""
     committed: Callable[[Fragment, Commit, list[Tensor]], None]
     """This learner has committed a round; its values are in memory."""
 
@@ -108,6 +110,21 @@ class Syncer:
                 self._consider(fragment, version, contributors)
         self._watches = {key: watch for key, watch in self._watches.items() if key in rounds}
         return self._pause(listing)
+
+    def _miss_own_record(self, fragment: Fragment, rounds: Mapping[tuple[int, int], frozenset[str]]) -> None:
+        """A record that is not in its round was swept away with a commit, or somebody has deleted it: then it is made again."""
+        version = fragment.known + 1
+        pending = fragment.pending
+        if pending is None or not pending.recorded or pending.version != version:
+            return
+        if self._life.learner_id in rounds.get((fragment.index, version), ()):
+            return
+        if self._run.commit(fragment.index, version) is None:
+            log.warning("fragment %d, version %d: this learner's record is gone from the round, and is made again", fragment.index, version)
+            pending.recorded = False
+            self._signals.lost()
+        else:
+            self._signals.hinted()
 
     def _list_rounds(self) -> list[str]:
         """One listing of all fragments, or of each where that would turn up every record that was ever made."""
@@ -235,14 +252,15 @@ class Syncer:
         with self._replica.lock:
             if fragment.known != version - 1:
                 return
-            before = fragment.newest_values()
+            before, pending = Base(fragment.known, fragment.newest_nonce(), fragment.newest_values()), fragment.pending
+        own = Own(pending.record, pending.delta) if pending and pending.record and pending.delta else None
         try:
             state = self._outer_state(fragment, version - 1)
         except CorruptObject:
             if self._run.commit(fragment.index, version) is not None:
                 return  # this learner slept: the round is long committed, and the state it needed is swept away
             raise
-        closing = ClosingRound(self._run, fragment.index, version, before)
+        closing = ClosingRound(self._run, fragment.index, version, before.values, own)
         void = frozenset(each.learner_id for each in closing.left_out.values())
         if not void <= watch.void:
             watch.void |= void
@@ -252,9 +270,9 @@ class Syncer:
         if not closing.merged and not closing.left_out:
             return  # retention has removed its records: it is committed
         if closing.merged:
-            values, state = self._algorithm.outer.step(before, merged, state, fragment.specs, version)
+            values, state = self._algorithm.outer.step(before.values, merged, state, fragment.specs, version)
         else:
-            values = before  # all were left out: the round closes unchanged, and says why
+            values = before.values  # all were left out: the round closes unchanged, and says why
         self._publish(fragment, version, closing, method, before, values, state)
         taken = self._clock.monotonic() - began
         self.merge_seconds = taken if self.merge_seconds == 0 else 0.8 * self.merge_seconds + 0.2 * taken
@@ -262,8 +280,7 @@ class Syncer:
     def _outer_state(self, fragment: Fragment, version: int) -> list[Tensor] | None:
         if version == 0 or not self._algorithm.outer.stateful:
             return None
-        commit = self._run.commit(fragment.index, version)
-        return self._run.outer_state(commit) if commit is not None else None
+        return self._run.outer_state(self._run.committed(fragment.index, version))
 
     def _publish(
         self,
@@ -271,7 +288,7 @@ class Syncer:
         version: int,
         closing: ClosingRound,
         method: str,
-        before: list[Tensor],
+        before: Base,
         values: list[Tensor],
         state: list[Tensor] | None,
     ) -> None:
@@ -280,9 +297,9 @@ class Syncer:
         algorithm = self._algorithm
         update = parameters = outer = None
         if algorithm.commit_wire != "fp32":
-            change = difference(values, before, fragment.specs)
+            change = difference(values, before.values, fragment.specs)
             update, change = self._run.publish(self._key(fragment, version, nonce, "update"), change, fragment.specs, algorithm.commit_wire)
-            values = total(before, change, fragment.specs)
+            values = total(before.values, change, fragment.specs)
         if algorithm.commits_whole(version):
             parameters, _ = self._run.publish(self._key(fragment, version, nonce, "whole"), values, fragment.specs, "fp32")
         if state is not None:
@@ -293,6 +310,7 @@ class Syncer:
             version=version,
             by=self._life.learner_id,
             generation=self._life.generation,
+            after=before.nonce,
             update=update,
             parameters=parameters,
             outer=outer,

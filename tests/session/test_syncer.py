@@ -408,7 +408,7 @@ def test_where_all_are_left_out_the_round_closes_unchanged_and_says_why(world: A
     offer(a)
     data = world.record(2).data.key
     world.mailbox.put(data, b"x" * len(world.mailbox.get(data)))
-    commit = a.merge(2)
+    commit = world.node("b", a.session.algorithm).merge(2)
     assert commit.merged == ()
     assert [(out.learner_id, "digest" in out.reason) for out in commit.left_out] == [("a", True)]
     assert a.run.values(commit)[0].tolist() == a.run.values(world.commit(1))[0].tolist()
@@ -450,3 +450,12 @@ def _replayed(run: Any, specs: Any, commit: Commit, values: Any, state: Any, set
 
     merged = merge(contributions, specs, commit.method)  # type: ignore[arg-type]
     return settings.outer.step(values, merged, state, specs, commit.version)
+
+
+def test_a_syncer_does_not_fetch_its_own_contribution(world: Any) -> None:
+    a = world.node("a", algorithm())
+    offer(a)
+    before = a.session.stats().usage.bytes_down
+    a.tick("syncer")
+    assert a.run.commit(0, 1) is not None
+    assert a.session.stats().usage.bytes_down - before < 2000
