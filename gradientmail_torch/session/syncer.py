@@ -176,7 +176,7 @@ class Syncer:
         view = RoundView(
             contributors=contributors,
             training=training & fragment.recent if self._membership.sampled else training,
-            staying=frozenset(i for i, peer in live.items() if peer.beat.state != "leaving"),
+            staying=frozenset(i for i, peer in live.items() if peer.beat.state != "leaving") | self._itself(),
         )
         if not quorum_reached(view, self._algorithm.quorum):
             self._warn_short(fragment, version, view, watch, now)
@@ -187,6 +187,10 @@ class Syncer:
             return
         if self._turn(fragment, version, watch, live, now) and self._claim(fragment, version, watch):
             self._merge(fragment, version, watch)
+
+    def _itself(self) -> frozenset[str]:
+        """This learner, unless it is leaving: it knows better than its own beat, which it may not have seen yet."""
+        return frozenset() if self._membership.state in ("leaving", "ended") else frozenset({self._life.learner_id})
 
     def _grace_s(self) -> float:
         pace = Pace(seconds_per_step=self._seconds_per_step(), poll_interval=self._settings.poll_interval, merge_seconds=self.merge_seconds)

@@ -80,6 +80,15 @@ def test_a_round_below_its_quorum_stays_open_and_says_who_is_there(world: Any, c
     assert {merged.learner_id for merged in world.commit(1).merged} == {"a", "b"}
 
 
+def test_a_learner_that_has_not_seen_its_own_beat_yet_is_there_all_the_same(world: Any) -> None:
+    a = world.node("a", algorithm(quorum_size=2))
+    a.engine._membership.peers = {}  # looked before its own first beat was written
+    offer(a)
+    for _ in range(3):
+        a.tick("syncer")
+    assert world.commit(1) is None
+
+
 def test_a_round_waits_its_grace_for_the_others_in_training(world: Any) -> None:
     first_, *_ = three(world, grace=20.0)
     first_.tick("syncer")
