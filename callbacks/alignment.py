@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from gradientmail_torch.algorithms.layout import travelling
-from gradientmail_torch.lightning.alignment import align_together
+from gradientmail_torch.algorithms.layout import tensors_of
+from gradientmail_torch.lightning.alignment import align_together, layout_of_run
 from gradientmail_torch.lightning.companion import place_of
 from gradientmail_torch.lightning.group import Group
 from gradientmail_torch.lightning.participation import MailboxLike, Participation
@@ -26,21 +26,23 @@ class AlignOnValidation(Callback):
 
     def __init__(self, mailbox: MailboxLike | None = None) -> None:
         self._own = Participation(mailbox=mailbox)
-        self._local: dict[str, Tensor] = {}
+        self._local: list[tuple[Tensor, Tensor]] = []
+        """Tensors of the model, and what they held."""
 
     @torch.no_grad()
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self._local = {name: tensor.clone() for name, tensor in travelling(pl_module).items()}
-        align_together(pl_module, Group(trainer.strategy), place_of(trainer, self._own).open)
+        group, place = Group(trainer.strategy), place_of(trainer, self._own)
+        layout = layout_of_run(group, place.open) or ()
+        self._local = [(tensor, tensor.clone()) for fragment in tensors_of(pl_module, layout) for tensor in fragment]
+        align_together(pl_module, group, place.open)
 
     @torch.no_grad()
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        local, self._local = self._local, {}
-        tensors = travelling(pl_module) if local else {}
-        for name, value in local.items():
-            tensors[name].copy_(value)
+        for tensor, held in self._local:
+            tensor.copy_(held)
+        self._local = []
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_validation_end(trainer, pl_module)

@@ -6,7 +6,7 @@ import logging
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from gradientmail_torch.lightning.alignment import align_together, run_exists
+from gradientmail_torch.lightning.alignment import align_together, layout_of_run
 from gradientmail_torch.lightning.barrier import wait_together
 from gradientmail_torch.lightning.companion import companion_of, place_of
 from gradientmail_torch.lightning.group import Group
@@ -110,7 +110,7 @@ class DoneBarrier(_BarrierCallback):
         except TimeoutError as error:
             log.warning("going on without those who have not arrived: %s", error)
         group, place = Group(trainer.strategy), place_of(trainer, self._own)
-        if self.align and run_exists(group, place.open):
+        if self.align and layout_of_run(group, place.open) is not None:
             align_together(pl_module, group, place.open)
 
 

@@ -17,6 +17,8 @@ AUTO_FRAGMENT_BYTES = 64 << 20
 MAX_AUTO_FRAGMENTS = 24
 """The number of the paper's main configuration (arXiv 2604.21428)."""
 
+_CURE = "start the same model as the run's founder, or use a new mailbox prefix"
+
 
 def travelling(model: nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
     """The tensors that travel by name: trainable parameters (tied ones once), then persistent buffers.
@@ -30,6 +32,23 @@ def travelling(model: nn.Module, *, buffers: bool = True) -> dict[str, torch.Ten
         persistent = model.state_dict(keep_vars=True).keys()
         tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return tensors
+
+
+def tensors_of(model: nn.Module, layout: Layout) -> list[list[torch.Tensor]]:
+    """A model's tensors in the order of ``layout``, whether they are trainable at the moment or not.
+
+    Raises :class:`RunMismatch` naming the first that the model lacks or holds in another shape.
+    """
+    held: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for spec in (spec for specs in layout for spec in specs):
+        if spec.name not in held:
+            raise RunMismatch(f"tensor {spec.name!r} is in the run only: {_CURE}")
+        tensor = held[spec.name]
+        if tuple(tensor.shape) != spec.shape or tensor.is_floating_point() != spec.floating:
+            raise RunMismatch(
+                f"tensor {spec.name!r} is {tuple(tensor.shape)} {tensor.dtype} here and {spec.shape} {spec.dtype} in the run: {_CURE}"
+            )
+    return [[held[spec.name] for spec in specs] for specs in layout]
 
 
 def describe(model: nn.Module, *, buffers: bool = True) -> list[TensorSpec]:
@@ -78,10 +97,9 @@ def check_same(ours: Layout, theirs: Layout) -> None:
         return {spec.name: (fragment, place, spec) for fragment, specs in enumerate(layout) for place, spec in enumerate(specs)}
 
     mine, run = flat(ours), flat(theirs)
-    cure = "start the same model as the run's founder, or use a new mailbox prefix"
     for name in [*run, *mine]:
         if name not in mine or name not in run:
-            raise RunMismatch(f"tensor {name!r} is in {'the run' if name in run else 'this model'} only: {cure}")
+            raise RunMismatch(f"tensor {name!r} is in {'the run' if name in run else 'this model'} only: {_CURE}")
         (fragment, place, spec), (run_fragment, run_place, run_spec) = mine[name], run[name]
         for what, a, b in (
             ("shape", spec.shape, run_spec.shape),
@@ -91,4 +109,4 @@ def check_same(ours: Layout, theirs: Layout) -> None:
             ("place in its fragment", place, run_place),
         ):
             if a != b:
-                raise RunMismatch(f"tensor {name!r} has {what} {a} here and {b} in the run: {cure}")
+                raise RunMismatch(f"tensor {name!r} has {what} {a} here and {b} in the run: {_CURE}")

@@ -16,17 +16,16 @@ from gradientmail_torch.session.run import Run
 
 def align_together(model: nn.Module, group: Group, mailbox: Callable[[], Mailbox]) -> tuple[int, ...]:
     """:func:`gradientmail_torch.session.align`, called on every rank of a node."""
-
-    def layout_of_run() -> Layout | None:
-        run = Run.open(mailbox())
-        return run.layout if run is not None else None
-
-    access = None
-    if not group.alone and (layout := group.lead(layout_of_run)) is not None:
-        access = access_for(model, group, layout)
+    layout = None if group.alone else layout_of_run(group, mailbox)
+    access = access_for(model, group, layout) if layout is not None else None
     return group.lead(lambda: align(model, mailbox=mailbox(), access=access))
 
 
-def run_exists(group: Group, mailbox: Callable[[], Mailbox]) -> bool:
-    """Whether the mailbox holds a run, the same answer on every rank of a node."""
-    return group.lead(lambda: Run.open(mailbox()) is not None)
+def layout_of_run(group: Group, mailbox: Callable[[], Mailbox]) -> Layout | None:
+    """What the run in the mailbox consists of, on every rank of a node; None where there is no run."""
+
+    def read() -> Layout | None:
+        run = Run.open(mailbox())
+        return run.layout if run is not None else None
+
+    return group.lead(read)

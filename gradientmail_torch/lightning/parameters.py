@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gradientmail_torch.algorithms.layout import Layout, travelling
+from gradientmail_torch.algorithms.layout import Layout, tensors_of
 from gradientmail_torch.lightning.group import Group
 from gradientmail_torch.session.parameters import LocalParameters, Snapshot
 
@@ -24,11 +24,10 @@ class GroupParameters:
     def __init__(self, model: nn.Module, group: Group, layout: Layout) -> None:
         self._group = group
         self._layout = layout
-        buffers = any(spec.kind == "buffer" for specs in layout for spec in specs)
-        tensors = travelling(model, buffers=buffers)
-        self.sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-        self._local = _ShardedParameters(model, layout, buffers) if self.sharded else LocalParameters(model, layout, buffers=buffers)
-        self._device = next(iter(tensors.values())).device
+        tensors = [tensor for fragment in tensors_of(model, layout) for tensor in fragment]
+        self.sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
+        self._local = _ShardedParameters(model, layout) if self.sharded else LocalParameters(model, layout)
+        self._device = tensors[0].device
         group.operation("snapshot", self._local.snapshot)
         for name in ("shift", "write"):
             group.operation(name, lambda fragment, name=name: getattr(self._local, name)(fragment, self._received(fragment)))
@@ -76,10 +75,9 @@ class GroupParameters:
 class _ShardedParameters:
     """Parameters that are DTensors: gathered for a snapshot, shifted and written shard by shard."""
 
-    def __init__(self, model: nn.Module, layout: Layout, buffers: bool) -> None:
-        tensors = travelling(model, buffers=buffers)
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._layout = layout
-        self._fragments = [[tensors[spec.name].detach() for spec in specs] for specs in layout]
+        self._fragments = [[tensor.detach() for tensor in tensors] for tensors in tensors_of(model, layout)]
 
     @torch.no_grad()
     def snapshot(self, fragment: int) -> Snapshot:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gradientmail_torch.algorithms.layout import Layout, travelling
+from gradientmail_torch.algorithms.layout import Layout, tensors_of
 from gradientmail_torch.messages import TensorSpec
 
 Snapshot = Callable[[], list[Tensor]]
@@ -46,11 +46,10 @@ class ParameterAccess(Protocol):
 class LocalParameters:
     """The parameters of a model that lives in this process alone."""
 
-    def __init__(self, model: nn.Module, layout: Layout, *, buffers: bool = True) -> None:
-        tensors = travelling(model, buffers=buffers)
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._layout = layout
-        self._fragments = [[tensors[spec.name].detach() for spec in specs] for specs in layout]
-        self._on_cuda = any(tensor.is_cuda for tensor in tensors.values())
+        self._fragments = [[tensor.detach() for tensor in tensors] for tensors in tensors_of(model, layout)]
+        self._on_cuda = any(tensor.is_cuda for tensors in self._fragments for tensor in tensors)
 
     def snapshot(self, fragment: int) -> Snapshot:
         tensors = self._fragments[fragment]

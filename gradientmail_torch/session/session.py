@@ -100,7 +100,7 @@ class Session:
             keep_seconds=keep_seconds,
         )
         layout = split(describe(model, buffers=self.algorithm.buffers), self.algorithm.fragments)
-        access = access or LocalParameters(model, layout, buffers=self.algorithm.buffers)
+        access = access or LocalParameters(model, layout)
         self._clock = clock
         self._mailbox = CountingMailbox(open_mailbox(mailbox, clock=clock))
         self._attention = False

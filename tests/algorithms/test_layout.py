@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradientmail_torch.algorithms.layout import AUTO_FRAGMENT_BYTES, MAX_AUTO_FRAGMENTS, Layout, check_same, describe, split, travelling
+from gradientmail_torch.algorithms.layout import (
+    AUTO_FRAGMENT_BYTES,
+    MAX_AUTO_FRAGMENTS,
+    Layout,
+    check_same,
+    describe,
+    split,
+    tensors_of,
+    travelling,
+)
 from gradientmail_torch.errors import ConfigError, RunMismatch
 from gradientmail_torch.messages import TensorSpec
 
@@ -57,6 +66,28 @@ def test_frozen_parameters_never_travel() -> None:
     model = Tied()
     model.hidden.requires_grad_(False)
     assert not [name for name in travelling(model) if name.startswith("hidden")]
+
+
+def test_the_tensors_of_a_layout_are_found_also_when_they_are_frozen_for_a_while() -> None:
+    model = Tied()
+    layout = split(describe(model), 2)
+    model.requires_grad_(False)
+    assert [[tensor.shape for tensor in fragment] for fragment in tensors_of(model, layout)] == [
+        [spec.shape for spec in fragment] for fragment in layout
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (((spec("elsewhere", 4),),), "'elsewhere' is in the run only"),
+        (((spec("hidden.bias", 5),),), r"'hidden.bias' is \(4,\) torch.float32 here and \(5,\) float32 in the run"),
+        (((spec("hidden.bias", 4, dtype="int64"),),), "'hidden.bias' is .* and .* int64 in the run"),
+    ],
+)
+def test_a_layout_of_another_model_names_the_first_difference(layout: Layout, text: str) -> None:
+    with pytest.raises(RunMismatch, match=text):
+        tensors_of(Tied(), layout)
 
 
 def test_persistent_buffers_travel_with_their_types_unless_turned_off() -> None:

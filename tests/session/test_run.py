@@ -277,6 +277,15 @@ def test_align_of_another_model_is_refused(mailbox: MemoryMailbox) -> None:
         align(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), mailbox=mailbox)
 
 
+def test_align_takes_a_model_that_is_frozen_or_has_more_than_the_run(mailbox: MemoryMailbox, caplog: pytest.LogCaptureFixture) -> None:
+    join(mailbox, 3.0)
+    ours = model().requires_grad_(False)
+    ours.append(nn.Linear(1, 1))
+    align(ours, mailbox=mailbox)
+    assert (ours[0].weight == 3.0).all()
+    assert "2 trainable parameters of this model are not in the run" in caplog.text
+
+
 def test_align_of_a_run_without_buffers_leaves_them_alone(mailbox: MemoryMailbox) -> None:
     layout = split(describe(model(), buffers=False), 2)
     algorithm = DecoupledDiLoCo(fragments=2, buffers=False)

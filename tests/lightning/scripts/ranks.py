@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
-from tiny import ALGORITHM, QUICK, Tiny, digest, numbers, parameters, quiet_trainer
+from tiny import ALGORITHM, QUICK, Tiny, digest, numbers, quiet_trainer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from gradientmail_torch import DiLoCo, GradientMailDDPStrategy, GradientMailFSDP2Strategy, Session
-from gradientmail_torch.callbacks import AlignOnValidation, DoneBarrier, EpochBarrier, GradientMailCallback, StartBarrier
-from gradientmail_torch.errors import GradientMailError
+from gradientmail_torch import GradientMailDDPStrategy, GradientMailFSDP2Strategy, Session
 from gradientmail_torch.patterns.barrier import Barrier
 
 Report = dict[str, Any]

@@ -47,7 +47,7 @@ class Tiny(LightningModule):
         """Digest of the parameters at the first training step."""
 
     def loss(self, batch: Any) -> Tensor:
-        indices, inputs = batch
+        _, inputs = batch
         return (self.layers(inputs).squeeze(-1) - inputs.sum(-1)).square().mean()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -86,5 +86,5 @@ def digest(model: nn.Module) -> str:
 
 def quiet_trainer(**options: Any) -> Trainer:
     """A Trainer on one CPU that writes nothing."""
-    silent = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return Trainer(**{"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0, **silent, **options})
