@@ -1,8 +1,7 @@
 """Leases: taking a learner ID, beating, and watching the others beat.
 
 No two machines' clocks are compared. A life is over when its beat has not changed for ``lease`` seconds of
-successful observation on the observer's own clock; after a gap in the observer's own reads that time starts
-afresh, since a machine that was offline or suspended must not take its own silence for everyone's death.
+:class:`WatchedTime`, since a machine that was offline or suspended must not take its own silence for everyone's death.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject, InvalidName, LearnerFenced, LearnerIdInUse
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.messages import Beat, LifeRecord, encode, read
-from gradientmail_torch.session.settings import Settings
+from gradientmail_torch.session.settings import BEATS_PER_LEASE, Settings
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +84,33 @@ def _newest_life(mailbox: Mailbox, learner_id: str, generations: Sequence[int]) 
     return None
 
 
+class WatchedTime:
+    """Runs while the mailbox answers: of the time between two answers at most one beat interval counts.
+
+    An outage or a sleep of our own so proves no more than one missing beat does. To begin anew after each gap would
+    keep the dead alive for ever where the network is so slow that gaps are the rule.
+    """
+
+    def __init__(self, clock: Clock, *, lease: float) -> None:
+        self._clock = clock
+        self._longest_gap_s = lease / BEATS_PER_LEASE
+        self._answered_at = clock.monotonic()
+        self._seconds = 0.0
+
+    def answered(self) -> float:
+        """To be called at each answer of the mailbox. Seconds of watching until now."""
+        now = self._clock.monotonic()
+        self._seconds += min(now - self._answered_at, self._longest_gap_s)
+        self._answered_at = now
+        return self._seconds
+
+
 def _wait_until_silent(mailbox: Mailbox, learner_id: str, generation: int, life: LifeRecord, settings: Settings, clock: Clock) -> None:
     if life.machine and life.machine == machine() and process_ended(life.pid):
         return
     key = keys.beat(learner_id, generation)
     first = _read_beat(mailbox, key)
-    read_at, silence_s = clock.monotonic(), 0.0
+    watched = WatchedTime(clock, lease=settings.lease)
     while first is None or first.state != "ended":
         clock.sleep(min(settings.poll_interval, settings.beat_interval))
         beat = _read_beat(mailbox, key)
@@ -98,11 +118,7 @@ def _wait_until_silent(mailbox: Mailbox, learner_id: str, generation: int, life:
             if beat.state == "ended":
                 return
             raise LearnerIdInUse(_in_use(learner_id, mailbox))
-        now = clock.monotonic()
-        # A gap in our own reads proves little about the other's silence: an outage has silenced both.
-        silence_s += min(now - read_at, settings.lease / 3)
-        read_at = now
-        if silence_s >= settings.lease:
+        if watched.answered() >= settings.lease:
             return
 
 
@@ -167,7 +183,7 @@ class Peer:
 class _Sighting:
     beat: Beat
     since: float
-    """When this beat was first seen."""
+    """When this beat was first seen, in watched time."""
     read_at: float
     """When it was last seen unchanged."""
 
@@ -187,11 +203,10 @@ class Observer:
     def __init__(self, mailbox: Mailbox, *, lease: float, clock: Clock) -> None:
         self._mailbox = mailbox
         self._lease = lease
-        self._clock = clock
+        self._watched = WatchedTime(clock, lease=lease)
         self._seen: dict[keys.Life, _Sighting] = {}
         self._ended: set[keys.Life] = set()
         self._unreadable: set[keys.Life] = set()
-        self._answered_at: float | None = None
         self._observations = 0
         self.sampled = False
         """Whether there are more learners than can be watched at once."""
@@ -202,7 +217,7 @@ class Observer:
         self._observations += 1
         if self._observations % self.STILL_CHECK_EVERY == 0:
             self._unreadable.clear()
-        self._answered()
+        self._watched.answered()
         for life in self._turn([life for life in _newest(listed - self._unreadable) if life not in self._ended]):
             self._look(life)
         self._forget_all_but(listed)
@@ -239,7 +254,7 @@ class Observer:
                 self._unreadable.add(life)
                 return
             beat = known.beat
-        now = self._answered()
+        now = self._watched.answered()
         if beat is None:
             return
         if beat.state == "ended":
@@ -248,15 +263,6 @@ class Observer:
             self._seen[life] = _Sighting(beat, now, now)
         else:
             known.read_at = now
-
-    def _answered(self) -> float:
-        """Called at each answer of the mailbox. After a gap everyone's time starts afresh: our silence is not theirs."""
-        now = self._clock.monotonic()
-        if self._answered_at is not None and now - self._answered_at > self._lease / 3:
-            for sighting in self._seen.values():
-                sighting.since = now
-        self._answered_at = now
-        return now
 
     def _lives(self, sighting: _Sighting) -> bool:
         return sighting.read_at - sighting.since < self._lease

@@ -135,7 +135,7 @@ def test_a_mailbox_so_slow_that_every_read_is_a_gap_does_not_make_it_wait_for_ev
             return super().get(key, **window)
 
     assert take_generation(Slow(mailbox), "a", settings=SETTINGS, clock=clock) == 2
-    assert clock.monotonic() < 200
+    assert clock.monotonic() < 300
 
 
 def test_a_restart_on_the_same_machine_does_not_wait_for_a_process_that_is_gone(mailbox: MemoryMailbox) -> None:
@@ -299,12 +299,19 @@ def test_after_an_outage_nobody_is_taken_for_dead_who_could_not_have_been_seen(w
     assert watch.pass_s(15.0) == {"a": False}, "and it is not taken for alive for ever"
 
 
-def test_after_being_suspended_an_observer_starts_its_watch_afresh(watch: Watch) -> None:
+def test_however_long_an_observer_was_suspended_it_proves_no_more_than_one_missing_beat(watch: Watch) -> None:
     beat(watch.mailbox, "a", 1)
     watch.pass_s(5.0, "a")
     watch.clock.advance(3600.0)  # the lid was closed; the other machine's beat waits for its own wake-up
-    assert watch.pass_s(25.0) == {"a": True}
+    assert watch.pass_s(20.0) == {"a": True}
     assert watch.pass_s(10.0) == {"a": False}
+
+
+def test_a_mailbox_so_slow_that_every_look_is_a_gap_does_not_keep_the_dead_alive(watch: Watch) -> None:
+    """Simulated training, seed 384: a learner waited for one that had died until its own time was up."""
+    beat(watch.mailbox, "a", 1)
+    watch.pass_s(0.0)
+    assert watch.pass_s(200.0, every=26.0) == {"a": False}
 
 
 def test_an_outage_in_the_middle_of_a_look_is_a_gap_as_well(watch: Watch) -> None:
