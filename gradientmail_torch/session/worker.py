@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import MailboxUnavailable
+from gradientmail_torch.mailbox.absence import Absence
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +59,13 @@ class Worker:
         return pause
 
     def _run(self) -> None:
-        answered = self._clock.monotonic()
+        absence = Absence(self._clock)
         while not self._stopping:
             try:
                 pause = self.tick()
-                answered = self._clock.monotonic()
+                absence.answered()
             except MailboxUnavailable as error:
-                away = self._clock.monotonic() - answered
+                away = absence.failed()
                 if away > self._outage_timeout:
                     self._on_failure(error)
                     return

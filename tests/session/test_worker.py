@@ -127,6 +127,25 @@ def test_one_answer_in_between_begins_a_new_outage(failures: list[Exception]) ->
     assert clock.monotonic() > 110
 
 
+def test_a_machine_that_slept_does_not_take_its_sleep_for_an_outage(failures: list[Exception]) -> None:
+    clock = ManualClock(monotonic=0.0)
+    clock.spawn = lambda target, *, name: target()  # type: ignore[method-assign,assignment,return-value]
+    ticks = 0
+
+    def tick() -> float:
+        nonlocal ticks
+        ticks += 1
+        clock.advance(3600.0 if ticks in (2, 5) else 0.0)
+        if ticks in (2, 3, 5):
+            raise MailboxUnavailable("the network is not up yet")
+        if ticks == 7:
+            raise KeyError("the end")
+        return 1.0
+
+    Worker("tester", tick, clock=clock, outage_timeout=200.0, on_failure=failures.append)
+    assert [type(failure) for failure in failures] == [KeyError]
+
+
 @pytest.mark.parametrize("error", [ValueError("x"), LearnerFenced("y"), KeyError("z")], ids=repr)
 def test_any_other_error_ends_the_worker_and_is_handed_over(start: Start, failures: list[Exception], error: Exception) -> None:
     worker = start(Ticks(0.0, error))
