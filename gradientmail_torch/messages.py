@@ -197,6 +197,8 @@ class Commit(Record, frozen=True, kw_only=True):
     version: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSION)]
     by: Name
     generation: Count
+    after: str = ""
+    """Nonce of the commit before (``init`` before the first), so that one which was deleted and made again is noticed."""
     update: DataRef | None = None
     """What is added to the version before, in a wire format of few bits: all add the same, so that bits agree."""
     parameters: DataRef | None = None

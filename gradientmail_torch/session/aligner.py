@@ -44,7 +44,7 @@ class Aligner:
 
     def _look(self, fragment: Fragment) -> None:
         with self._replica.lock:
-            base, hint = Base(fragment.known, fragment.newest_values()), fragment.hint
+            base, hint = Base(fragment.known, fragment.newest_nonce(), fragment.newest_values()), fragment.hint
         commit = self._run.commit(fragment.index, base.version + 1)
         if commit is None:
             with self._replica.lock:

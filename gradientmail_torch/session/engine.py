@@ -77,7 +77,12 @@ class Engine:
             clock=clock,
             membership=self._membership,
             seconds_per_step=seconds_per_step,
-            signals=Signals(called=self._attend, hinted=lambda: self.wake("aligner"), committed=self._committed),
+            signals=Signals(
+                called=self._attend,
+                hinted=lambda: self.wake("aligner"),
+                lost=lambda: self.wake("publisher"),
+                committed=self._committed,
+            ),
         )
         self._start("observer", self._observe)
         self._start("publisher", self.publisher.tick)

@@ -110,6 +110,9 @@ class Fragment:
         """What a correction depends on."""
         return (self.version, self.pending.nonce if self.pending else "", self.pending.outcome if self.pending else None)
 
+    def newest_nonce(self) -> str:
+        return self.staged.nonce if self.staged else self.nonce
+
     def newest_values(self) -> list[Tensor]:
         return self.staged.values if self.staged else self.values
 

@@ -40,6 +40,8 @@ class Base(NamedTuple):
     """Values of a fragment that are in memory already."""
 
     version: int
+    nonce: str
+    """Of the commit that made them."""
     values: list[Tensor]
 
 
@@ -163,8 +165,10 @@ class Run:
             # Retention removed part of it, so a newer one exists, and the listing shows it.
             version = commit.version
             if self.newest_version(fragment, from_version=version) == version:
+                _, refs = self._made_of(commit, base)
+                gone = next((ref.key for ref in refs if self.mailbox.get(ref.key, length=0) is None), "data")
                 raise CorruptObject(
-                    f"data that fragment {fragment} needs at version {version}, its newest, is gone from {self.mailbox!r}: restore it"
+                    f"{gone!r}, which fragment {fragment} needs at version {version}, its newest, is gone from {self.mailbox!r}: restore it"
                 )
 
     def _newest_commit(self, fragment: int, from_version: int) -> Commit | None:
@@ -195,31 +199,32 @@ class Run:
         They are the nearest whole value, which may be ``base``, and the updates since.
         """
         specs = self.layout[commit.fragment]
-        updates: list[DataRef] = []
-        start: list[Tensor] | None = None
-        step = commit
-        while start is None:
-            follows_base = base is not None and base.version == step.version - 1
-            if step.parameters is not None and not (follows_base and step.update is not None):
-                start = self.tensors(step.parameters, specs)
-                if start is None:
-                    return None
-                break
-            if step.update is None:
-                raise CorruptObject(f"{keys.commit(step.fragment, step.version)!r} names neither parameters nor an update")
-            updates.append(step.update)
-            if base is not None and follows_base:
-                start = base.values
-            elif step.version == 1:
-                start = self.initial(step.fragment)
-            else:
-                step = self.committed(step.fragment, step.version - 1)
-        for ref in reversed(updates):
-            update = self.tensors(ref, specs)
-            if update is None:
+        values, refs = self._made_of(commit, base)
+        for ref in refs:
+            part = self.tensors(ref, specs)
+            if part is None:
                 return None
-            start = total(start, update, specs)
-        return start
+            values = part if values is None else total(values, part, specs)
+        return values
+
+    def _made_of(self, commit: Commit, base: Base | None) -> tuple[list[Tensor] | None, list[DataRef]]:
+        """Values to start from, None where the first object is whole, and the objects to add to them in turn."""
+        updates: list[DataRef] = []
+        while True:
+            follows_base = base is not None and base.version == commit.version - 1
+            if commit.parameters is not None and not (follows_base and commit.update is not None):
+                return None, [commit.parameters, *reversed(updates)]
+            if commit.update is None:
+                raise CorruptObject(f"{keys.commit(commit.fragment, commit.version)!r} names neither parameters nor an update")
+            updates.append(commit.update)
+            if base is not None and follows_base:
+                _check_follows(commit, base.nonce)
+                return base.values, [*reversed(updates)]
+            if commit.version == 1:
+                return self.initial(commit.fragment), [*reversed(updates)]
+            before = self.committed(commit.fragment, commit.version - 1)
+            _check_follows(commit, before.nonce)
+            commit = before
 
     def outer_state(self, commit: Commit) -> list[Tensor] | None:
         """State of the outer optimizer, by parameter; None where the commit has none."""
@@ -240,6 +245,14 @@ class Run:
         self.mailbox.put(key, data)
         sent = list(tensors) if wire_format == "fp32" else wire.decode(data, specs, wire_format, key=key)
         return reference(key, data, wire=wire_format), sent
+
+
+def _check_follows(commit: Commit, nonce: str) -> None:
+    if commit.after not in ("", nonce):
+        raise CorruptObject(
+            f"{keys.commit(commit.fragment, commit.version)!r} does not follow the version before it as it is known here, which was "
+            "deleted and made again: commits must never be deleted. Restart the nodes that came later from a copy of the run"
+        )
 
 
 def _commits(mailbox: Mailbox, prefix: str, after: str = "") -> Iterator[int]:

@@ -97,6 +97,7 @@ class Syncer:
         """Contributors of the open rounds as last listed, by fragment and version."""
 
     def tick(self) -> float:
+        recorded = self._own_records()
         listing = self._list_rounds()
         rounds = self._note(listing)
         for (index, version), contributors in rounds.items():
@@ -108,23 +109,27 @@ class Syncer:
                 if contributors - {self._life.learner_id} and self._replica.call(fragment, version):
                     self._signals.called()
                 self._consider(fragment, version, contributors)
+        for fragment, version in recorded:
+            if version == fragment.known + 1 and self._life.learner_id not in rounds.get((fragment.index, version), ()):
+                self._miss_own_record(fragment, version)
         self._watches = {key: watch for key, watch in self._watches.items() if key in rounds}
         return self._pause(listing)
 
-    def _miss_own_record(self, fragment: Fragment, rounds: Mapping[tuple[int, int], frozenset[str]]) -> None:
-        """A record that is not in its round was swept away with a commit, or somebody has deleted it: then it is made again."""
-        version = fragment.known + 1
-        pending = fragment.pending
-        if pending is None or not pending.recorded or pending.version != version:
-            return
-        if self._life.learner_id in rounds.get((fragment.index, version), ()):
-            return
-        if self._run.commit(fragment.index, version) is None:
-            log.warning("fragment %d, version %d: this learner's record is gone from the round, and is made again", fragment.index, version)
-            pending.recorded = False
-            self._signals.lost()
-        else:
+    def _own_records(self) -> list[tuple[Fragment, int]]:
+        """The rounds in which this learner has recorded a contribution."""
+        pending = [(fragment, fragment.pending) for fragment in self._replica.fragments]
+        return [(fragment, each.version) for fragment, each in pending if each is not None and each.recorded]
+
+    def _miss_own_record(self, fragment: Fragment, version: int) -> None:
+        """It was swept away with a commit, or somebody has deleted it: then it is made again."""
+        if self._run.commit(fragment.index, version) is not None:
             self._signals.hinted()
+            return
+        log.warning("fragment %d, version %d: this learner's record is gone from the round and is made again", fragment.index, version)
+        with self._replica.lock:
+            if fragment.pending is not None and fragment.pending.version == version:
+                fragment.pending.recorded = False
+        self._signals.lost()
 
     def _list_rounds(self) -> list[str]:
         """One listing of all fragments, or of each where that would turn up every record that was ever made."""
