@@ -75,6 +75,15 @@ class Child:
     def pid(self) -> int | None:
         return self._process.pid
 
+    def await_ready(self, check: Callable[[], None]) -> None:
+        """Wait until the process has imported what the methods need, which may take seconds. Raises as :meth:`run` does."""
+        if not self._ready:
+            try:
+                self._receive(check)
+            except (EOFError, OSError) as error:
+                raise self._died() from error
+            self._ready = True
+
     def run(self, task: Result, *, job: Job, emit: Callable[[Result], object], check: Callable[[], None]) -> Result:
         """Have ``task`` run. ``check`` is called now and then: when it raises, the process is killed.
 
@@ -82,9 +91,7 @@ class Child:
         """
         message = msgspec.msgpack.encode((job.server, job.attempt, pack(task)))
         try:
-            if not self._ready:  # it may take seconds to import what the methods need
-                self._receive(check)
-                self._ready = True
+            self.await_ready(check)
             self._connection.send_bytes(message)
             while True:
                 kind, body = msgspec.msgpack.decode(self._receive(check), type=tuple[str, bytes])

@@ -27,6 +27,8 @@ class Settings:
     isolation: Isolation = "process"
     fresh: bool = True
     """A new process for every task; otherwise one process runs many."""
+    spare: bool = False
+    """With ``fresh``: have the next process import what it needs while a task runs."""
     start_method: str = "spawn"
     walltime_s: float | None = None
     """Seconds after which a task is killed. A task's own limit goes first."""
@@ -155,6 +157,9 @@ class Slot:
         self._child = None  # unless it proves to be of further use
         watch = _Watch(self, task)
         try:
+            child.await_ready(watch.check)
+            if self._settings.spare:
+                self._prepare()
             result = child.run(run, job=job, emit=lambda part: self._stream(part, task), check=watch.check)
             if self._settings.fresh:
                 child.close()
@@ -162,7 +167,7 @@ class Slot:
                 self._child = child
             return result
         finally:
-            self._prepare()  # the next one imports what it needs while there is nothing to do
+            self._prepare()
 
     def _prepare(self) -> None:
         ending = self._closing or self._leaving

@@ -26,6 +26,8 @@ class MailboxTaskServer(TaskServer):
         queues: :class:`MailboxQueues`, the same as the Thinker's.
         learner_id: this node's name.
         slots: tasks at a time.
+        spare: prepare the next task's process while one runs, so that it begins at once. Takes the memory of an idle
+            process per slot, with what the methods import.
         isolation: ``process``; or ``thread``, where a task begins sooner and cannot be killed.
         walltime_s: seconds after which a task is killed and has failed; a task's own ``resources={"walltime_s": …}`` goes first.
         watch_interval_s: seconds between two looks whether a running task is still wanted.
@@ -40,6 +42,7 @@ class MailboxTaskServer(TaskServer):
         learner_id: str,
         slots: int = 1,
         isolation: Isolation = "process",
+        spare: bool = True,
         walltime_s: float | None = None,
         watch_interval_s: float = 5.0,
         outage_timeout_s: float = 600.0,
@@ -51,6 +54,7 @@ class MailboxTaskServer(TaskServer):
         self._settings = Settings(
             isolation=isolation,
             fresh=True,
+            spare=spare,
             start_method=start_method,
             walltime_s=walltime_s,
             watch_interval_s=watch_interval_s,
