@@ -294,3 +294,23 @@ def gc(
         )
         done = "deleted" if delete else "can be deleted (add --delete)" if found.keys else "nothing to delete"
         out.print(f"{', '.join(parts)}: {done}" + ("; learners are there" if alive else ""), soft_wrap=True)
+
+
+@app.command()
+def report(
+    url: URL,
+    file: Annotated[Path, typer.Argument(help="The HTML page to write.")],
+    log: Annotated[list[str], typer.Option(help="A node's metrics.csv or JSON lines, as FILE or NAME=FILE; may be repeated.")] = [],  # noqa: B006
+    prices: Prices = None,
+) -> None:
+    """The run as one HTML page that needs no network: who was there, rounds, staleness, goodput, cost, losses."""
+    from gradientmail_torch.cli.logs import read_logs
+    from gradientmail_torch.cli.prices import load
+    from gradientmail_torch.cli.report import report as page
+    from gradientmail_torch.cli.run_view import read_run
+    from gradientmail_torch.clock import SYSTEM_CLOCK
+
+    with told():
+        view = read_run(open_to_read(url), history=True)
+        file.write_text(page(view, load(prices), read_logs(log), now=SYSTEM_CLOCK.wall()))
+        out.print(f"{file}", soft_wrap=True)
