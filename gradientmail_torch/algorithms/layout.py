@@ -100,6 +100,7 @@ def check_same(ours: Layout, theirs: Layout) -> None:
     for name in [*run, *mine]:
         if name not in mine or name not in run:
             raise RunMismatch(f"tensor {name!r} is in {'the run' if name in run else 'this model'} only: {_CURE}")
+    for name in run:  # these differ also where a tensor is missing
         (fragment, place, spec), (run_fragment, run_place, run_spec) = mine[name], run[name]
         for what, a, b in (
             ("shape", spec.shape, run_spec.shape),

@@ -56,6 +56,10 @@ class Participation:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be None or a whole number of at least 1, not {value!r}")
+        for name in ("start_timeout", "done_timeout", "close_timeout", "leave_timeout"):
+            seconds, endless = getattr(self, name), name in ("start_timeout", "done_timeout")
+            if not (endless and seconds is None) and not (isinstance(seconds, int | float) and seconds >= 0):
+                raise ConfigError(f"{name} must be {'None or ' if endless else ''}at least 0 seconds, not {seconds!r}")
         _ = self.settings  # refuses bad times now
         if self.exchange_every < 1:
             raise ConfigError(f"exchange_every must be at least 1, not {self.exchange_every!r}")

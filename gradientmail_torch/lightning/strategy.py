@@ -118,12 +118,19 @@ class _MailboxMixin(Strategy):
             raise ConfigError(f"{type(self).__name__} takes part by itself: remove {type(found).__name__} from the Trainer's callbacks")
         self._companion = found
 
-    def setup_environment(self) -> None:
+    def _configure_launcher(self) -> None:
+        self._check_launch()  # in Trainer(), before Lightning's launcher starts further processes
+        super()._configure_launcher()
+
+    def _check_launch(self) -> None:
         check_launch(
             single_device=self._single_device,
             devices=len(getattr(self, "parallel_devices", None) or ()),
             nodes=int(getattr(self, "num_nodes", 1)),
         )
+
+    def setup_environment(self) -> None:
+        self._check_launch()
         super().setup_environment()
         trainer = self._lightning_module._trainer if self._lightning_module is not None else None
         if trainer is None or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -143,6 +150,8 @@ class GradientMailStrategy(_MailboxMixin, SingleDeviceStrategy):
         super().__init__(mailbox, **arguments)
         self.parallel_devices: list[torch.device] = []
         """Filled in by the Trainer with what ``accelerator`` and ``devices`` say; holds one."""
+        self.num_nodes = 1
+        """Filled in by the Trainer, to be refused when it is another."""
 
     @property
     def root_device(self) -> torch.device:

@@ -14,7 +14,7 @@ from gradientmail_torch import DecoupledDiLoCo
 
 QUICK: dict[str, Any] = {"poll_interval": 0.05, "lease": 3.0}
 """Times of a node in a test."""
-ALGORITHM = DecoupledDiLoCo(sync_every=2, fragments=2, wire="fp32")
+ALGORITHM = DecoupledDiLoCo(sync_every=2, fragments=2, wire="fp32", commit_wire="fp32")
 
 
 class Numbers(Dataset[tuple[Tensor, Tensor]]):
