@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gradientmail_torch import messages
 from gradientmail_torch.clock import Clock, Task
 from gradientmail_torch.errors import ConfigError, CorruptObject, GradientMailError
 from gradientmail_torch.mailbox import Body, Mailbox
-from gradientmail_torch.messages import Count, Nonce, Record
+from gradientmail_torch.patterns.beat_helper import Beat, BeatHelper
 
 log = logging.getLogger(__name__)
-
-
-class Beat(Record, frozen=True):
-    """A heartbeat of a party, overwritten by that party alone."""
-
-    count: Count
-    holds: tuple[Nonce, ...]
-    """Nonces of the claims that the party works on."""
-    ended: bool = False
-    at: float = 0.0
-    """Seconds since 1970 by the party's clock; for people."""
-
-    def gave_up(self, nonce: str, since: int) -> bool:
-        """Whether the party no longer holds claim ``nonce``, which it began when its newest beat was ``since``."""
-        return self.ended or (self.count > since and nonce not in self.holds)
 
 
 class Heartbeat:
@@ -36,9 +21,12 @@ class Heartbeat:
 
     The thread runs from the first :meth:`hold` to :meth:`close` and writes only while something is held, or when
     something was given up. A beat that fails is tried again at the next interval: the work goes on meanwhile.
+    ``helper`` starts a process that repeats beats while this one is frozen.
     """
 
-    def __init__(self, mailbox: Mailbox, key: str, *, interval: float, clock: Clock) -> None:
+    def __init__(
+        self, mailbox: Mailbox, key: str, *, interval: float, clock: Clock, helper: Callable[[], BeatHelper] | None = None
+    ) -> None:
         self._mailbox = mailbox
         self._key = key
         self._interval = interval
@@ -51,6 +39,8 @@ class Heartbeat:
         self._started = False
         self._stopping = False
         self._task: Task | None = None
+        self._start_helper = helper
+        self._helper: BeatHelper | None = None
 
     def hold(self, nonce: str) -> int:
         """From now on every beat says that ``nonce`` is held. Returns the number of the newest beat that does not."""
@@ -61,9 +51,14 @@ class Heartbeat:
             count = self._count
             first, self._started = not self._started, True
         if first:
+            self._helper = self._start_helper() if self._start_helper is not None else None
             task = self._clock.spawn(self._run, name=f"heartbeat {self._key}")
             with self._lock:
                 self._task = task
+        if self._helper is not None:
+            with self._lock:
+                beat = self._present()
+            self._helper.tell(beat)
         return count
 
     def drop(self, nonce: str, *, tell: bool) -> None:
@@ -92,6 +87,8 @@ class Heartbeat:
             return
         self._wake.set()
         task.join()
+        if self._helper is not None:  # it would go on with the last beat
+            self._helper.close()
         if unsaid:
             self._beat(ended=True)
 
@@ -110,13 +107,18 @@ class Heartbeat:
         with self._lock:
             self._count += 1
             self._owed = False
-            beat = Beat(count=self._count, holds=tuple(self._held), ended=ended, at=self._clock.wall())
+            beat = self._present(ended=ended)
+        if self._helper is not None and not ended:
+            self._helper.tell(beat)
         try:
             self._mailbox.put(self._key, messages.encode(beat))
         except GradientMailError as error:  # at worst the work is taken over, and its outcome refused
             log.warning("no heartbeat at %r: %s", self._key, error)
             with self._lock:
                 self._owed = True
+
+    def _present(self, *, ended: bool = False) -> Beat:
+        return Beat(count=self._count, holds=tuple(self._held), ended=ended, at=self._clock.wall())
 
 
 class Attentive:

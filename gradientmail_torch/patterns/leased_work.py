@@ -28,6 +28,7 @@ import logging
 import random
 import threading
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -39,6 +40,7 @@ from gradientmail_torch.errors import ConfigError, CorruptObject, InvalidName, W
 from gradientmail_torch.keys import WorkKeys, check_learner_id, parse_claim
 from gradientmail_torch.mailbox import Mailbox, RetryingMailbox
 from gradientmail_torch.messages import Count, Nonce, Record
+from gradientmail_torch.patterns.beat_helper import BeatHelper
 from gradientmail_torch.patterns.heartbeat import Attentive, Heartbeat, Watch
 from gradientmail_torch.patterns.json_values import from_json, to_json
 
@@ -113,6 +115,8 @@ class LeasedWork:
             not wait: one that fails is tried again at the next.
         watch: what has been seen of others; give one to keep it over several objects of this class, which then
             must share an :class:`Attentive` mailbox.
+        helper_url: URL of ``mailbox``, for a process that beats while this one is frozen, for ``max_freeze`` seconds
+            at most: see :mod:`gradientmail_torch.patterns.beat_helper`.
     """
 
     def __init__(
@@ -125,6 +129,8 @@ class LeasedWork:
         max_attempts: int | None = 5,
         outage_timeout: float = 0.0,
         watch: Watch | None = None,
+        helper_url: str | None = None,
+        max_freeze: float = 0.0,
         clock: Clock = SYSTEM_CLOCK,
         rng: random.Random | None = None,
     ) -> None:
@@ -140,7 +146,9 @@ class LeasedWork:
         self._lease = lease
         self._max_attempts = max_attempts
         self.owner = f"{check_learner_id(learner_id)}-{self._nonce()}"
-        self._heart = Heartbeat(mailbox, keys.beat(self.owner), interval=lease / 5, clock=clock)
+        beats, interval = keys.beat(self.owner), lease / 5
+        helper = partial(BeatHelper, helper_url, beats, interval=interval, max_freeze=max_freeze) if helper_url is not None else None
+        self._heart = Heartbeat(mailbox, beats, interval=interval, clock=clock, helper=helper)
         self._watch = watch or Watch(self._mailbox, attentive, lease=lease, clock=clock)
         self._standings: dict[str, _Standing] = {}
         self._lock = threading.Lock()  # never held over a mailbox operation

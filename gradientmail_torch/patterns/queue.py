@@ -15,6 +15,7 @@ from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, RunTimeout, WorkFenced
 from gradientmail_torch.keys import QueueKeys, check_learner_id, parse_claim
 from gradientmail_torch.mailbox import Mailbox, RetryingMailbox, open_mailbox
+from gradientmail_torch.patterns.beat_helper import check_url
 from gradientmail_torch.patterns.heartbeat import Attentive
 from gradientmail_torch.patterns.leased_work import LeasedWork, Outcome
 from gradientmail_torch.patterns.queue_cursor import Cursor
@@ -67,6 +68,8 @@ class SharedQueue:
         max_attempts: tries that an item gets, whether its node died or :meth:`requeue` gave it back.
         fill_timeout: seconds to wait for another node to fill the queue.
         outage_timeout: seconds that the mailbox may be away.
+        max_freeze: seconds for which the loop may freeze all threads of this process, by one long call into C that
+            holds Python's global lock. Above 0, a helper process beats meanwhile; the mailbox must then be a URL.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class SharedQueue:
         max_attempts: int = 5,
         fill_timeout: float = 600.0,
         outage_timeout: float = 600.0,
+        max_freeze: float = 0.0,
         clock: Clock = SYSTEM_CLOCK,
         rng: random.Random | None = None,
     ) -> None:
@@ -100,6 +104,7 @@ class SharedQueue:
         self._max_attempts = max_attempts
         self._fill_timeout = fill_timeout
         self._outage_timeout = outage_timeout
+        self._helper_url, self._max_freeze = check_url(mailbox, max_freeze), max_freeze
         self._clock = clock
         self._current: Task | None = None
         self._stop = threading.Event()
@@ -156,6 +161,8 @@ class SharedQueue:
             lease=self._lease,
             max_attempts=None,  # the taker counts, and says why
             outage_timeout=self._outage_timeout,
+            helper_url=self._helper_url,
+            max_freeze=self._max_freeze,
             clock=self._clock,
             rng=self._rng,
         )

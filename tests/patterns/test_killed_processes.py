@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from gradientmail_torch.clock import SYSTEM_CLOCK
+from gradientmail_torch.errors import ConfigError
+from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.patterns.queue import SharedQueue
 from gradientmail_torch.patterns.synchronization import Invocation, SynchronizationNode
 
@@ -92,8 +94,53 @@ def test_12_a_function_that_takes_three_leases_of_pure_computing_is_not_taken_ov
     assert attempts == [1]
 
 
+FROZEN = """
+import ctypes, sys
+from gradientmail_torch.patterns.synchronization import SynchronizationNode
+node = SynchronizationNode("meet", ["mine"], sys.argv[1], "frozen", lease=2.0, poll_interval=0.2, max_freeze=float(sys.argv[2]))
+node.call("mine", 1)
+def freeze(data, invocation):
+    print("ready", flush=True)
+    ctypes.PyDLL(None).usleep(int(float(sys.argv[3]) * 1e6))  # holds the global lock
+    return "frozen's"
+node.wait(freeze)
+"""
+
+
+def test_12_a_function_of_three_leases_that_holds_the_global_lock_is_not_taken_over(url: str) -> None:
+    with process(FROZEN, url, "30", str(3 * LEASE_S)):
+        node = SynchronizationNode("meet", ["mine"], url, "alive", lease=LEASE_S, poll_interval=0.2)
+        result = node.wait(lambda data, invocation: "taken over", timeout=60)
+    assert (result.value, result.attempt) == ("frozen's", 1)
+
+
+def test_12_but_not_for_longer_than_it_said(url: str) -> None:
+    with process(FROZEN, url, str(LEASE_S), "60"):
+        node = SynchronizationNode("meet", ["mine"], url, "alive", lease=LEASE_S, poll_interval=0.2)
+        assert node.wait(lambda data, invocation: "taken over", timeout=60).value == "taken over"
+
+
+def test_08_a_helper_dies_with_its_process(url: str) -> None:
+    with process(FROZEN, url, "60", "60") as kill:
+        kill()
+        node = SynchronizationNode("meet", ["mine"], url, "alive", lease=LEASE_S, poll_interval=0.2)
+        began = SYSTEM_CLOCK.monotonic()
+        assert node.wait(lambda data, invocation: "taken over", timeout=60).value == "taken over"
+    assert SYSTEM_CLOCK.monotonic() - began < 30.0
+
+
+@pytest.mark.parametrize("mailbox", [MemoryMailbox(), "memory://name"])
+def test_help_needs_a_mailbox_that_another_process_can_open(mailbox: object) -> None:
+    with pytest.raises(ConfigError, match="another process can open"):
+        SharedQueue("q", mailbox, "a", max_freeze=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="another process can open"):
+        SynchronizationNode("n", ["a"], mailbox, "a", max_freeze=1.0)  # type: ignore[arg-type]
+
+
 QUEUE = """
 import sys, threading
+from gradientmail_torch.errors import ConfigError
+from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.patterns.queue import SharedQueue
 queue = SharedQueue("shards", sys.argv[1], "mortal", lease=2.0, poll_interval=0.2)
 for item in queue:

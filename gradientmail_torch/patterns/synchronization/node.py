@@ -47,6 +47,8 @@ class SynchronizationNode:
         poll_interval: seconds between two looks of a waiting party, at two or three requests each.
         max_attempts: runs that may be lost to dead machines before the node is given up.
         outage_timeout: seconds that the mailbox may be away.
+        max_freeze: seconds for which a function may freeze all threads of this process, by one long call into C that
+            holds Python's global lock. Above 0, a helper process beats meanwhile; the mailbox must then be a URL.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class SynchronizationNode:
         poll_interval: float = 1.0,
         max_attempts: int | None = 5,
         outage_timeout: float = 600.0,
+        max_freeze: float = 0.0,
         clock: Clock = SYSTEM_CLOCK,
         rng: random.Random | None = None,
     ) -> None:
@@ -71,7 +74,13 @@ class SynchronizationNode:
             SyncKeys.of_node(run_id, name),
             Dag.of_node(name, predecessors, trigger),
             learner_id=learner_id,
-            settings=Settings(lease=lease, poll_interval=poll_interval, max_attempts=max_attempts, outage_timeout=outage_timeout),
+            settings=Settings(
+                lease=lease,
+                poll_interval=poll_interval,
+                max_attempts=max_attempts,
+                outage_timeout=outage_timeout,
+                max_freeze=max_freeze,
+            ),
             clock=clock,
             rng=rng,
         )

@@ -12,6 +12,7 @@ from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import ConfigError, CorruptObject, RunTimeout
 from gradientmail_torch.keys import SyncKeys, check_learner_id
 from gradientmail_torch.mailbox import Mailbox, RetryingMailbox, open_mailbox
+from gradientmail_torch.patterns.beat_helper import check_url
 from gradientmail_torch.patterns.heartbeat import Attentive, Watch
 from gradientmail_torch.patterns.leased_work import LeasedWork
 from gradientmail_torch.patterns.synchronization.dag import Dag
@@ -30,6 +31,8 @@ class Settings:
     """Seconds."""
     max_attempts: int | None
     outage_timeout: float
+    """Seconds."""
+    max_freeze: float = 0.0
     """Seconds."""
 
     def __post_init__(self) -> None:
@@ -55,6 +58,7 @@ class Party:
         clock: Clock,
         rng: random.Random | None,
     ) -> None:
+        self._helper_url = check_url(mailbox, settings.max_freeze)
         self._learner_id = check_learner_id(learner_id)
         self._settings = settings
         self._clock = clock
@@ -76,6 +80,8 @@ class Party:
             max_attempts=self._settings.max_attempts,
             outage_timeout=self._settings.outage_timeout,
             watch=self._watch,
+            helper_url=self._helper_url,
+            max_freeze=self._settings.max_freeze,
             clock=self._clock,
             rng=self._rng,
         )

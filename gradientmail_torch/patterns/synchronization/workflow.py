@@ -42,7 +42,7 @@ class Workflow:
         run_id: serves once; another graph under the same one is refused with :class:`RunMismatch`.
         functions: what this party can run, by node.
         triggers: by node, where it is not ``any_called``.
-        lease, poll_interval, max_attempts, outage_timeout: as for :class:`SynchronizationNode`.
+        lease, poll_interval, max_attempts, outage_timeout, max_freeze: as for :class:`SynchronizationNode`.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Workflow:
         poll_interval: float = 1.0,
         max_attempts: int | None = 5,
         outage_timeout: float = 600.0,
+        max_freeze: float = 0.0,
         clock: Clock = SYSTEM_CLOCK,
         rng: random.Random | None = None,
     ) -> None:
@@ -71,7 +72,13 @@ class Workflow:
             SyncKeys.of_workflow(run_id),
             self.dag,
             learner_id=learner_id,
-            settings=Settings(lease=lease, poll_interval=poll_interval, max_attempts=max_attempts, outage_timeout=outage_timeout),
+            settings=Settings(
+                lease=lease,
+                poll_interval=poll_interval,
+                max_attempts=max_attempts,
+                outage_timeout=outage_timeout,
+                max_freeze=max_freeze,
+            ),
             clock=clock,
             rng=rng,
         )
