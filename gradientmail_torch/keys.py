@@ -139,6 +139,11 @@ def data_owner(key: str) -> str:
     return last_segment(key).rpartition("-")[0]
 
 
+def is_delta(key: str) -> bool:
+    """Whether a ``data/`` object holds a contribution."""
+    return key.endswith(".delta")
+
+
 def is_delta_of(key: str, fragment: int, learner_id: str, nonce: str) -> bool:
     """Whether ``key`` is where this learner keeps the data of this contribution to ``fragment``, of whatever version."""
     try:

@@ -54,7 +54,12 @@ class Engine:
         settings, clock, life = self._settings, self._clock, self._membership.life
         self._replica = replica
         self._retention = Retention(
-            run, keep=settings.keep, keep_seconds=settings.keep_seconds, last_whole=algorithm.last_whole, clock=clock
+            run,
+            keep=settings.keep,
+            keep_seconds=settings.keep_seconds,
+            last_whole=algorithm.last_whole,
+            live=self._membership.live,
+            clock=clock,
         )
         self.publisher = Publisher(
             run,

@@ -59,6 +59,10 @@ class Membership:
         """Whether there are more learners than are watched at once."""
         return self._observer.sampled
 
+    def live(self) -> frozenset[str]:
+        """The live learners, this one included."""
+        return frozenset(learner_id for learner_id, peer in self.peers.items() if peer.live) | {self.life.learner_id}
+
     def training(self) -> int:
         """Live learners in training, this one included."""
         return max(1, sum(peer.live and peer.beat.state == "training" for peer in self.peers.values()))

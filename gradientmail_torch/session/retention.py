@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from itertools import takewhile
 
 from gradientmail_torch import keys
 from gradientmail_torch.clock import Clock
@@ -21,9 +23,22 @@ class Retention:
     only its own round, so objects of learners that died or came late do not pile up.
     """
 
-    def __init__(self, run: Run, *, keep: int | None, keep_seconds: float, last_whole: Callable[[int], int], clock: Clock) -> None:
-        """``last_whole`` gives the newest version up to a given one whose commit holds the whole fragment."""
+    def __init__(
+        self,
+        run: Run,
+        *,
+        keep: int | None,
+        keep_seconds: float,
+        last_whole: Callable[[int], int],
+        live: Callable[[], Collection[str]],
+        clock: Clock,
+    ) -> None:
+        """``last_whole`` gives the newest version up to a given one whose commit holds the whole fragment.
+
+        ``live`` gives the learners that may be about to record what they have uploaded.
+        """
         self._run = run
+        self._live = live
         self._last_whole = last_whole
         self._keep = keep
         self._keep_seconds = keep_seconds
@@ -64,25 +79,38 @@ class Retention:
         self._seen[fragment] = [(version, at) for version, at in self._seen[fragment] if version >= bound]
         mailbox = self._run.mailbox
         records = [*self._until(keys.round_prefix(fragment), bound), *self._until(keys.claim_prefix(fragment), bound)]
-        data = self._until(keys.data_prefix(fragment), data_bound)
+        data = self._old_data(fragment, data_bound)
         # Last, so that a record which is made meanwhile is still seen.
         open_records = list(mailbox.list(keys.round_prefix(fragment), after=keys.round_prefix(fragment, bound + 1)))
-        doomed = [*records, *(set(data) - self._needed(data, open_records))]
+        needed = self._needed(data, open_records)
+        doomed = [*records, *(key for key in data if key not in needed)]
         for key in doomed:
             mailbox.delete(key)
         log.debug("fragment %d: swept %d objects up to version %d", fragment, len(doomed), bound)
         return len(doomed)
 
     def _until(self, prefix: str, bound: int) -> list[str]:
-        found = []
+        return [key for key, _ in takewhile(lambda found: found[1] <= bound, self._versions(prefix))]
+
+    def _old_data(self, fragment: int, bound: int) -> list[str]:
+        """Data of versions up to ``bound``, without the newest contribution of each live learner.
+
+        Its upload may have taken many rounds, so that its record is still to be made.
+        """
+        live = self._live()
+        found = list(self._versions(keys.data_prefix(fragment)))
+        newest = {keys.data_owner(key): version for key, version in found if keys.is_delta(key)}
+
+        def is_under_way(key: str, version: int) -> bool:
+            owner = keys.data_owner(key)
+            return keys.is_delta(key) and owner in live and newest[owner] == version
+
+        return [key for key, version in found if version <= bound and not is_under_way(key, version)]
+
+    def _versions(self, prefix: str) -> Iterator[tuple[str, int]]:
         for key in self._run.mailbox.list(prefix):
-            try:
-                if keys.parse_round(key).version > bound:
-                    break
-            except InvalidName:
-                continue  # not ours
-            found.append(key)
-        return found
+            with suppress(InvalidName):  # not ours
+                yield key, keys.parse_round(key).version
 
     def _needed(self, data: list[str], open_records: list[str]) -> set[str]:
         """Data that is old and yet named by a record in an open round: its upload took longer than a round."""

@@ -115,6 +115,26 @@ def test_data_that_a_record_in_an_open_round_names_stays_however_old_and_however
     assert mailbox.get(record.data.key) == data
 
 
+def test_a_contribution_whose_record_is_still_to_be_made_stays_while_its_learner_lives(world: Any) -> None:
+    """Simulated training, seed 414: the upload had taken many rounds, and a sweep came before the record."""
+    a, slow = world.node("a", algorithm(), keep=1, keep_seconds=0.0), world.node("slow", algorithm())
+    world.meet()
+    slow.train(100.0)
+    slow.contribute()
+    slow.tick("publisher")
+    record = world.record(1, "slow")
+    world.mailbox.delete(keys.contribution(0, 1, "slow"))
+    versions(world, a, 4)
+    assert world.mailbox.get(world.commit(1).parameters.key) is None, "it has been swept"
+    assert world.mailbox.get(record.data.key) is not None
+    slow.clock.advance(1000.0)
+    for _ in range(10):
+        a.tick("observer")
+        a.clock.advance(5.0)
+    versions(world, a, 2)
+    assert world.mailbox.get(record.data.key) is None, "its learner has died"
+
+
 @pytest.mark.parametrize("keep", [1, 2, 5])
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_every_version_that_is_kept_can_be_read_and_a_learner_joins_at_any_time(world: Any, keep: int, wire: str) -> None:
@@ -146,4 +166,4 @@ def test_age_is_what_the_sweeper_itself_has_seen(world: Any) -> None:
     assert data_versions(world) == {1, 2, 3, 4, 5, 6, 7, 8}
     newcomer.clock.advance(20.0)
     versions(world, newcomer, 1)
-    assert data_versions(world) == {8, 9}
+    assert data_versions(world) == {6, 8, 9}, "a lives, and version 6 is that of its newest contribution"
