@@ -44,6 +44,7 @@ def test_distributed_evaluation_gives_the_numbers_of_one_process() -> None:
     assert output.endswith("the same numbers everywhere, to the last bit\n")
 
 
+@pytest.mark.filterwarnings("ignore")  # what Lightning and jsonargparse say of each other
 def test_the_yaml_of_elastic_data_is_what_the_classes_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.chdir(tmp_path)
