@@ -96,6 +96,8 @@ class Run:
         cls, mailbox: Mailbox, layout: Layout, algorithm: Algorithm, learner_id: str, now: float, values: Callable[[int], Sequence[Tensor]]
     ) -> Run:
         if next(_commits(mailbox, keys.COMMITS), None) is not None:
+            if run := cls.open(mailbox):  # founded, and gone on with, since we looked
+                return run
             raise CorruptObject(f"{mailbox!r} holds commits and no {keys.RUN!r}, so it was deleted: restore it, or use a new prefix")
         nonce = uuid4().hex
         initial = []

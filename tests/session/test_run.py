@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Commit, Manifest, encode, read, reference
 from gradientmail_torch.session import align
 from gradientmail_torch.session.run import Run
-from gradientmail_torch.testing.faults import Crash, CrashAfter, CrashBefore, LostAnswers, nth
+from gradientmail_torch.testing.faults import Crash, CrashAfter, CrashBefore, Interposed, LostAnswers, nth
 
 ALGORITHM = DecoupledDiLoCo(fragments=2)
 
@@ -95,6 +95,18 @@ def test_of_two_who_found_at_once_both_have_the_winners_parameters_and_the_loser
     assert first_number(run) == 2.0
     assert run.manifest.founder == "b"
     assert len(list(mailbox.list("init/"))) == 2
+
+
+def test_a_run_that_was_founded_and_gone_on_with_while_it_was_looked_for_is_joined(mailbox: MemoryMailbox) -> None:
+    """Simulated training, seed 204."""
+
+    class Slow(Interposed):
+        def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
+            join(mailbox, 1.0, "other")
+            mailbox.put(keys.commit(0, 1), encode(Commit(nonce="0" * 32, fragment=0, version=1, by="other", generation=1)))
+            return super().list(prefix, after=after)
+
+    assert join(Slow(mailbox), 2.0).manifest.founder == "other"
 
 
 def test_a_founder_whose_answer_was_lost_has_founded_it_all_the_same(mailbox: MemoryMailbox) -> None:
