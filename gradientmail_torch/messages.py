@@ -8,7 +8,7 @@ names by key, length and digest.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -35,6 +35,9 @@ MAX_SAMPLES = 10**12
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Base of all records. Unknown fields are ignored, so that a later minor version can add some."""
+
+    max_bytes: ClassVar[int] = MAX_RECORD_BYTES
+    """The longest that one may be; kinds that everyone reads often have less."""
 
 
 class TensorSpec(Record, frozen=True, kw_only=True):
@@ -91,6 +94,7 @@ class Manifest(Record, frozen=True, kw_only=True):
 class LifeRecord(Record, frozen=True, kw_only=True):
     """Who one life of a learner ID is."""
 
+    max_bytes: ClassVar[int] = 64 << 10
     nonce: Nonce
     host: str
     machine: str = ""
@@ -105,6 +109,7 @@ LearnerState = Literal["joining", "training", "waiting", "leaving", "ended"]
 class Beat(Record, frozen=True, kw_only=True):
     """A heartbeat, overwritten by its owner alone."""
 
+    max_bytes: ClassVar[int] = 1 << 20
     count: Count
     """Grows with every beat: a beat is new when this has changed."""
     state: LearnerState
@@ -154,6 +159,7 @@ class Contribution(Record, frozen=True, kw_only=True):
 
 
 class Claim(Record, frozen=True, kw_only=True):
+    max_bytes: ClassVar[int] = 64 << 10
     nonce: Nonce
     learner_id: Name
     generation: Count
@@ -239,11 +245,12 @@ def decode(kind: type[R], data: bytes, *, key: str) -> R:
 
 def read(mailbox: Readable, kind: type[R], key: str) -> R | None:
     """The record at ``key``, None when there is none. Raises :class:`CorruptObject`."""
-    data = mailbox.get(key, length=MAX_RECORD_BYTES + 1)
+    limit = min(kind.max_bytes, MAX_RECORD_BYTES)
+    data = mailbox.get(key, length=limit + 1)
     if data is None:
         return None
-    if len(data) > MAX_RECORD_BYTES:
-        raise CorruptObject(f"{key!r} is longer than the {MAX_RECORD_BYTES} bytes that a record may have")
+    if len(data) > limit:
+        raise CorruptObject(f"{key!r} is longer than the {limit} bytes that a {kind.__name__} may have")
     return decode(kind, data, key=key)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -29,7 +29,6 @@ _SAFETENSORS_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
     torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-MAX_HEADER_BYTES = 16 << 20
 MAX_REASON = 300  # characters of an error's text, which may quote the object
 
 
@@ -89,12 +88,17 @@ def limit_bytes(specs: Sequence[TensorSpec]) -> int:
     return sum(8 * spec.numel + 4 * len(spec.name.encode()) + 256 for spec in specs) + 4096
 
 
+def _header_limit(names: Iterable[str]) -> int:
+    """Bytes that no header of tensors of these names exceeds: JSON takes many times its length in memory."""
+    return 1024 + sum(256 + 6 * len(name.encode()) for name in names)
+
+
 def _check_header(data: bytes, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], key: str) -> None:
     """Raises unless the header lists exactly the expected tensors, one behind the other, to the last byte."""
     try:
         (length,) = struct.unpack_from("<Q", data)
-        if length > min(MAX_HEADER_BYTES, len(data) - 8):
-            raise ValueError("the header is longer than the object")
+        if length > min(_header_limit(expected), len(data) - 8):
+            raise ValueError("the header is longer than the object, or than these tensors need")
         header = json.loads(data[8 : 8 + length])
         header.pop("__metadata__", None)
         if header.keys() != expected.keys():

@@ -27,13 +27,18 @@ def to_json(value: object, *, what: str, finite: bool = True) -> bytes:
 def from_json(data: bytes, *, what: str, finite: bool = True) -> object:
     """Raises :class:`CorruptObject` that names ``what``."""
     try:
-        return json.loads(data, parse_constant=_refuse if finite else None)
+        return json.loads(data, parse_constant=_refuse, parse_float=_finite) if finite else json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptObject(f"{what} is not JSON: {error}") from error
 
 
 def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
 
 
 def _check(value: object, where: str, finite: bool) -> None:

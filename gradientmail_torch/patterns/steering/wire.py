@@ -124,7 +124,7 @@ _RECORDS: dict[str, Any] = {
 def _convert(value: Any, kind: type[T], name: str) -> T:
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.ValidationError, RecursionError, UnicodeEncodeError) as error:
         raise CorruptObject(f"field {name!r} of a task message: {error}") from error
 
 
