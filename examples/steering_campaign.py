@@ -157,7 +157,8 @@ def main() -> None:
     if options.node:
         from trials import evaluate, fit_trial
 
-        MailboxTaskServer([fit_trial, evaluate], campaign_queues(options.mailbox, options.campaign), learner_id=options.node).run()
+        queues = campaign_queues(options.mailbox, options.campaign)
+        MailboxTaskServer([fit_trial, evaluate], queues, learner_id=options.node, start_method="forkserver").run()
         return
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)

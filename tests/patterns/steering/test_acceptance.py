@@ -164,7 +164,7 @@ def test_a_lightning_fit_on_two_nodes_finds_the_best_trial_and_it_is_evaluated_a
     mailbox = str(tmp_path / "mailbox")
     queues = MailboxQueues(mailbox, topics=["trial", "evaluation"], poll_interval=0.05)
     for number in range(2):
-        serve(MailboxTaskServer([fit_trial, evaluate], queues, learner_id=f"node-{number}"))
+        serve(MailboxTaskServer([fit_trial, evaluate], queues, learner_id=f"node-{number}", start_method="forkserver"))
     thinker = Search(queues, mailbox)
     thinker.run()
     assert thinker.best == 0.1

@@ -31,6 +31,7 @@ from steering_tasks import (
 from gradientmail_torch.clock import SYSTEM_CLOCK
 from gradientmail_torch.errors import ConfigError, KillSignal, NoTaskServer, WorkFenced
 from gradientmail_torch.patterns.steering import LocalTaskServer, PipeQueues, ServerInfo
+from gradientmail_torch.patterns.steering.queues.office import Office, _inherited
 
 Pipes = Callable[..., PipeQueues]
 Local = Callable[..., LocalTaskServer]
@@ -244,9 +245,10 @@ def test_a_task_that_runs_over_its_wall_time_is_killed(pipes: Pipes, local: Loca
     assert queues.get_result(timeout=30).value == 1
 
 
-def test_a_server_that_dies_has_its_task_handed_to_the_next(pipes: Pipes, local: Local, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+def test_a_server_that_dies_has_its_task_handed_to_the_next(pipes: Pipes, local: Local, tmp_path: Path, start_method: str) -> None:
     queues = pipes()
-    first = local([wait_for], queues)
+    first = local([wait_for], queues, start_method=start_method)
     task_id = queues.send_inputs(str(tmp_path / "go"), str(tmp_path / "began"), method="wait_for")
     until((tmp_path / "began").exists)
     worker = int((tmp_path / "began").read_text())
@@ -427,6 +429,16 @@ def test_servers_say_who_they_are(pipes: Pipes, local: Local) -> None:
     until(queues.servers)
     (info,) = queues.servers()
     assert (info.slots, info.methods) == (3, ("f", "same"))
+
+
+def test_a_closed_queue_is_not_closed_again_in_a_forked_child(pipes: Pipes, local: Local) -> None:
+    first, second = pipes(), pipes()
+    first.close()
+    assert {office.address for office in _inherited if isinstance(office, Office)} >= {second._address}
+    assert first._address not in {office.address for office in _inherited if isinstance(office, Office)}
+    local([f], second, start_method="fork", threads=True)
+    second.send_inputs(2, method="f")
+    assert second.get_result(timeout=30).value == 1
 
 
 def test_a_closed_queue_says_so(pipes: Pipes) -> None:

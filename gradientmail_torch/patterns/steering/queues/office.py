@@ -66,6 +66,7 @@ class Office:
             except _BROKEN:
                 pass
             door.join()
+        _inherited.discard(self)
         self._listener.close()
         for connection in connections:
             _shut(connection)

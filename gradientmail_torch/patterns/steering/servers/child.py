@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -42,6 +43,21 @@ def context(start_method: str) -> Any:
     if start_method not in START_METHODS:
         raise ConfigError(f"start_method must be one of {', '.join(START_METHODS)}, not {start_method!r}")
     return multiprocessing.get_context(start_method)
+
+
+def preload(methods: Mapping[str, Method]) -> None:
+    """Have what ``methods`` need imported once, by the process that a fork server makes children from."""
+    modules = {method.__module__ for method in methods.values()} | {"__main__"}
+    multiprocessing.set_forkserver_preload(sorted(modules))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # it would not look where this program looks
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 @dataclass(frozen=True, slots=True)

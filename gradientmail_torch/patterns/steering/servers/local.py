@@ -10,6 +10,7 @@ from gradientmail_torch.patterns.steering.methods import Method
 from gradientmail_torch.patterns.steering.queues.base import TaskQueues
 from gradientmail_torch.patterns.steering.result import Result
 from gradientmail_torch.patterns.steering.servers.base import Engine, TaskServer
+from gradientmail_torch.patterns.steering.servers.child import preload
 from gradientmail_torch.patterns.steering.servers.engine import Settings, Slot
 
 
@@ -52,6 +53,8 @@ class SlotEngine(Engine):
         self._clock = clock
         self._freed = threading.Event()
         self._slots: list[Slot] = []
+        if settings.isolation == "process" and settings.start_method == "forkserver":
+            preload(methods)
         try:
             for number in range(count):
                 self._slots.append(Slot(number, methods, queues, settings, server=server, freed=self._freed, clock=clock))

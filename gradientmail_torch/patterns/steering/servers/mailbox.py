@@ -30,6 +30,9 @@ class MailboxTaskServer(TaskServer):
             process per slot, with what the methods import.
         isolation: ``process``; or ``thread``, where a task begins sooner and cannot be killed.
         walltime_s: seconds after which a task is killed and has failed; a task's own ``resources={"walltime_s": …}`` goes first.
+        start_method: how the processes are made: ``spawn``, each imports what the methods need, seconds with Lightning; or
+            ``forkserver``, where one process imports it once and tasks begin at once, which is safe as long as no import
+            touches the GPU.
         watch_interval_s: seconds between two looks whether a running task is still wanted.
         outage_timeout_s: seconds that the mailbox may be away before this server gives up.
     """
