@@ -64,7 +64,8 @@ class Fated(Interposed):
 
     def _strike(self) -> None:
         assert self._fate is not None
-        os.kill(os.getpid(), getattr(signal, self._fate["signal"]))
+        # To this thread, so that it does not go on until another one has taken the signal.
+        signal.pthread_kill(threading.get_ident(), getattr(signal, self._fate["signal"]))
 
     def wait_for(self, requests: int) -> None:
         with self._changed:
