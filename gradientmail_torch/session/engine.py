@@ -104,7 +104,7 @@ class Engine:
         return self._workers[name].next_tick()
 
     def stop(self, timeout: float) -> None:
-        """End all workers and publish the last beat, which carries the membership's final state."""
+        """End all workers and publish the last beat, which carries the membership's final state; takes ``timeout`` at most."""
         for worker in self._workers.values():
             worker.stop()
         deadline = self._clock.monotonic() + timeout
@@ -113,10 +113,15 @@ class Engine:
                 log.warning("the %s of %s is still busy with the mailbox; it ends with the process", name, self._membership.life.learner_id)
         self._workers.clear()
         if self.failure is None:
-            try:
-                self._membership.beat()
-            except GradientMailError as error:
-                log.warning("could not say goodbye, so the others may wait for this learner's lease: %s", error)
+            goodbye = self._clock.spawn(self._say_goodbye, name=f"gradientmail-goodbye-{self._membership.life.learner_id}")
+            if not goodbye.join(max(0.1, deadline - self._clock.monotonic())):
+                log.warning("the mailbox takes no goodbye, so the others wait for this learner's lease")
+
+    def _say_goodbye(self) -> None:
+        try:
+            self._membership.beat()
+        except GradientMailError as error:
+            log.warning("could not say goodbye, so the others may wait for this learner's lease: %s", error)
 
     def _start(self, name: str, tick: Callable[[], float]) -> None:
         self._workers[name] = Worker(

@@ -286,7 +286,8 @@ class Session:
     def leave(self, timeout: float = 10.0, *, contribute: bool = True) -> None:
         """Leave the run, publishing what can be published within ``timeout`` seconds. Never raises for the rest.
 
-        ``contribute=False`` only waits for what is on its way, where the parameters cannot be read any more.
+        ``contribute=False`` only waits for what is on its way, where the parameters cannot be read any more. Where
+        the mailbox does not answer, ending the threads takes up to ``timeout`` seconds more.
         """
         if self._closed:
             return
@@ -297,7 +298,7 @@ class Session:
         except GradientMailError as error:
             log.warning("%s leaves the run after an error: %s", self.learner_id, error)
         finally:
-            self._end()
+            self._end(min(STOP_SECONDS, timeout))
 
     def _finish(self, timeout: float, *, contribute: bool = True) -> str:
         """Contribute and adopt until nothing is left or time is up; returns what is missing."""
@@ -361,10 +362,10 @@ class Session:
         self._clock.wait(self._changed, max(0.0, min(left, self._settings.poll_interval)))
         self._changed.clear()
 
-    def _end(self) -> None:
+    def _end(self, timeout: float = STOP_SECONDS) -> None:
         self._closed = True
         self._membership.state = "ended"
-        self._engine.stop(STOP_SECONDS)
+        self._engine.stop(timeout)
 
     def _who_is_there(self) -> str:
         live = self._membership.others("joining", "training", "waiting", "leaving")
