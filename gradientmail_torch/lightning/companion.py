@@ -137,14 +137,12 @@ class Companion(Callback):
         if self._counter is None or self._group is None:
             return
         self._counter.batch_ended(batch)
-        if self._counter.steps >= self.participation.exchange_every:
+        if self._counter.steps >= self.participation.exchange_every or (self._group.alone and self.termination.due):
             self._exchange()
-        elif self._group.alone:
-            self._leave_if(self.termination.due)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._counter is not None and self._group is not None and self._group.alone:
-            self._leave_if(self.termination.due)
+        if self._counter is not None and self._group is not None and self._group.alone and self.termination.due:
+            self._exchange()
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -153,15 +151,17 @@ class Companion(Callback):
             raise Preempted  # other callbacks may have put other parameters into the model: nothing is contributed
 
     def _exchange(self) -> None:
-        """Tell the session of the steps made. Only where it has something to do do the node's ranks come together."""
+        """Give the session its chance. Only where it has something to do do the node's ranks come together."""
         assert self._group is not None
-        assert self._counter is not None
-        steps, samples = self._counter.take()
-        wanted = self.session.count(samples, steps=steps) if self.session is not None and steps else False
-        stop, wanted = self._group.any(self.termination.due, wanted)
+        stop, wanted = self._group.any(self.termination.due, self._tell())
         if wanted:
             self._group.lead(lambda: self.session.exchange() if self.session is not None else None)
         self._leave_if(stop)
+
+    def _tell(self) -> bool:
+        """Tell the session of the steps made since the last time. True when it has something to do."""
+        steps, samples = self._counter.take() if self._counter is not None else (0, 0)
+        return self.session.count(samples, steps=steps) if self.session is not None and steps else False
 
     def _leave_if(self, stop: bool) -> None:
         """Leave at a step boundary, where all ranks of the node are in step."""
@@ -215,6 +215,7 @@ class Companion(Callback):
     def _leave(self, *, contribute: bool = True) -> None:
         if self.session is None:
             return
+        self._tell()
         session, self.session = self.session, None
         session.leave(self.participation.leave_timeout, contribute=contribute)
         self._last_stats = session.stats()

@@ -32,7 +32,7 @@ def fit(strategy: Any, **options: Any) -> None:
 def test_several_processes_on_one_device_each_are_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torchrun --nproc-per-node=2`` with this strategy would train two learners under one name."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 processes were launched .* use GradientMailDDPStrategy"):
+    with pytest.raises(ConfigError, match=r"2 processes were launched .* use GradientMailDDPStrategy"):
         fit(node())
 
 
@@ -44,7 +44,7 @@ def test_several_devices_for_one_process_are_refused(node: Node) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_launcher_that_spans_nodes_is_refused(strategy: type, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match="3 nodes share one launcher .*'torchrun --standalone"):
+    with pytest.raises(ConfigError, match=r"3 nodes share one launcher .*'torchrun --standalone"):
         fit(strategy(mailbox, learner_id="node"))
 
 
@@ -81,7 +81,7 @@ def test_the_device_is_the_trainers(node: Node) -> None:
 
 def test_no_mailbox_names_the_argument_and_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADIENTMAIL_MAILBOX", raising=False)
-    with pytest.raises(ConfigError, match="pass mailbox=.* or set GRADIENTMAIL_MAILBOX"):
+    with pytest.raises(ConfigError, match=r"pass mailbox=.* or set GRADIENTMAIL_MAILBOX"):
         fit(GradientMailStrategy())
 
 
