@@ -63,6 +63,8 @@ class Algorithm:
         _require(isinstance(self.outer, OuterSGD), "outer", "an OuterSGD", self.outer)
         _require(self.merge in ("auto", "mean", "rda"), "merge", "'auto', 'mean' or 'rda'", self.merge)
         _require(self.wire in WIRES, "wire", f"one of {', '.join(WIRES)}", self.wire)
+        _require(self.commit_wire in WIRES, "commit_wire", f"one of {', '.join(WIRES)}", self.commit_wire)
+        _require(_whole(self.whole_every, 1), "whole_every", "at least 1", self.whole_every)
         _require(isinstance(self.buffers, bool), "buffers", "True or False", self.buffers)
         _require(_whole(self.max_staleness, 1), "max_staleness", "at least 1 cycle", self.max_staleness)
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradientmail_torch.algorithms import Algorithm, DecoupledDiLoCo, DiLoCo, LocalSGD, OuterSGD, Pace
+from gradientmail_torch.algorithms.algorithm import HEARD_WITHIN_POLLS
 from gradientmail_torch.errors import ConfigError
 
 NAN = float("nan")
@@ -22,6 +23,8 @@ COMMON_FAULTS = [
     *(("buffers", bad) for bad in ("off", 1, None)),
     *(("max_staleness", bad) for bad in (0, 1.5)),
     *(("outer", bad) for bad in (None, 0.7)),
+    *(("commit_wire", bad) for bad in ("fp16", None)),
+    *(("whole_every", bad) for bad in (0, 2.5, "16")),
 ]
 DECOUPLED_FAULTS = [
     *(("quorum_size", bad) for bad in (0, "2", 1.0)),
@@ -80,6 +83,8 @@ def test_what_all_learners_must_share_is_flat_and_in_the_manifest() -> None:
         "merge": "auto",
         "buffers": True,
         "quorum": 2,
+        "commit_wire": "bf16",
+        "whole_every": 16,
         "outer.lr": 0.5,
         "outer.momentum": 0.0,
         "outer.nesterov": True,
@@ -136,8 +141,15 @@ def test_an_adaptive_grace_lies_between_nothing_and_its_maximum(step: float, pol
 def test_grace_is_the_slack_and_leaves_time_to_answer_a_call() -> None:
     algorithm = DecoupledDiLoCo(sync_every=20, overlap_steps=8)
     assert algorithm.grace_s(Pace(seconds_per_step=2.0, poll_interval=1.0, merge_seconds=4.0)) == 12.0
-    assert algorithm.grace_s(Pace(seconds_per_step=0.01, poll_interval=1.0, merge_seconds=4.0)) == 3.0
+    assert algorithm.grace_s(Pace(seconds_per_step=0.01, poll_interval=1.0, merge_seconds=4.0)) == HEARD_WITHIN_POLLS
     assert algorithm.grace_s(Pace(seconds_per_step=60.0)) == algorithm.max_grace
+
+
+def test_updates_are_followed_by_a_whole_value_every_so_often() -> None:
+    algorithm = DecoupledDiLoCo(whole_every=4)
+    assert [version for version in range(1, 13) if algorithm.commits_whole(version)] == [4, 8, 12]
+    assert [algorithm.last_whole(version) for version in (1, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
+    assert all(DecoupledDiLoCo(commit_wire="fp32").commits_whole(version) for version in range(1, 13))
 
 
 def test_a_stated_grace_is_taken_as_it_is_and_the_synchronous_ones_have_none() -> None:

@@ -35,6 +35,8 @@ class StillClock(ManualClock):
         self.meanwhile: Callable[[], object] = lambda: None
 
     def spawn(self, target: Callable[[], None], *, name: str) -> Task:
+        if "goodbye" in name:  # all others would run for ever
+            target()
         return _Ended()
 
     def wait(self, event: Any, timeout: float | None = None) -> bool:
