@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
-from gradientmail_torch.errors import ConfigError, WorkFenced
+from gradientmail_torch.clock import SYSTEM_CLOCK
+from gradientmail_torch.errors import ConfigError, RunTimeout, WorkFenced
 from gradientmail_torch.patterns.queue import SharedQueue
 from gradientmail_torch.patterns.queue_taker import Taker, Task
 
@@ -136,10 +137,14 @@ class Claims:
         self._queue = queue
         lead(self._open)
 
-    def take(self, timeout: float | None) -> tuple[int, Any] | None:
-        """The place and value of the next item, the same on every rank. Called by all of them alike."""
+    def take(self, timeout: float | None, *, patience: float | None = None) -> tuple[int, Any] | None:
+        """The place and value of the next item, the same on every rank; None at the end, and after ``timeout`` seconds.
+
+        Raises :class:`RunTimeout` when others have held all that is left for ``patience`` seconds.
+        """
+        began = SYSTEM_CLOCK.monotonic()
         while True:
-            found = self._lead(lambda: self._take(_SLICE_S if timeout is None else timeout))
+            found = self._lead(lambda: self._take(_SLICE_S if timeout is None else timeout, began, patience))
             if found != "later":
                 return found if found != "end" else None
             if timeout is not None:
@@ -159,13 +164,17 @@ class Claims:
     def _open(self) -> None:
         self._taker = self._queue().open()
 
-    def _take(self, timeout: float) -> tuple[int, Any] | str:
+    def _take(self, timeout: float, began: float, patience: float | None) -> tuple[int, Any] | str:
         assert self._taker is not None
         task = self._taker.take(timeout)
-        if task is None:
-            return "end" if self._taker.finished else "later"
-        self._tasks[task.place] = task
-        return task.place, task.value
+        if task is not None:
+            self._tasks[task.place] = task
+            return task.place, task.value
+        if self._taker.finished:
+            return "end"
+        if patience is not None and SYSTEM_CLOCK.monotonic() - began >= patience:
+            raise RunTimeout(f"other nodes have held all that is left for {patience:g} s. Call again to go on waiting")
+        return "later"
 
 
 class _FreeItems(Sampler[tuple[int, Any]]):

@@ -15,6 +15,7 @@ from gradientmail_torch.lightning.data import SharedQueueDataset, SharedQueueLoa
 from gradientmail_torch.lightning.group import Group
 from gradientmail_torch.lightning.participation import MailboxLike, Participation
 from gradientmail_torch.lightning.signals import InterruptibleClock
+from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.patterns.queue import SharedQueue
 
 
@@ -91,10 +92,13 @@ class SharedQueueDataModule(LightningDataModule):
     def queue(self, epoch: int) -> SharedQueue:
         """The queue of an epoch, filled."""
         trainer = self._fitting
-        place = place_of(trainer, self._own)
         companion = companion_of(trainer)
         clock = SYSTEM_CLOCK if companion is None else InterruptibleClock(lambda: companion.termination.due)
-        queue = SharedQueue(f"{self._name}-{epoch}", place.open(), place.identify(), clock=clock, **self._queue_options)
+        place = place_of(trainer, self._own)
+        # What never joins the run, fast_dev_run and the tuner's trials, takes nothing from the others either.
+        on_trial = trainer.fast_dev_run or (companion is None and hasattr(trainer.strategy, "participation"))  # type: ignore[attr-defined]
+        mailbox = MemoryMailbox() if on_trial else place.open()
+        queue = SharedQueue(f"{self._name}-{epoch}", mailbox, place.identify(), clock=clock, **self._queue_options)
         queue.fill(self.items(), seed=None if self._seed is None else self._seed + epoch)
         return queue
 

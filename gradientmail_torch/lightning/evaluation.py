@@ -86,7 +86,7 @@ def evaluate_together(
         return results(merged(map(Scores.from_bytes, found.values()), scorer.metrics), scorer.metrics)
 
     with scorer.evaluating(), contextlib.closing(Claims(queue, lead)) as claims:
-        while (taken := claims.take(None)) is not None:
+        while (taken := claims.take(None, patience=timeout)) is not None:
             piece, _ = taken
             scores = merged(_gathered(scorer.score(piece)), scorer.metrics).to_bytes()
             lead(lambda piece=piece, scores=scores: meeting[0].call(names[piece], scores))  # type: ignore[misc]

@@ -126,9 +126,11 @@ class SharedQueue:
     def __iter__(self) -> Iterator[object]:
         """The values of :meth:`tasks`."""
         with contextlib.closing(self.tasks()) as tasks:
-            for self._current in tasks:
-                yield self._current.value
-        self._current = None
+            try:
+                for self._current in tasks:
+                    yield self._current.value
+            finally:
+                self._current = None
 
     def requeue(self, error: BaseException | str) -> None:
         """Give the item that the loop is at back for another try, here or elsewhere, because of ``error``."""

@@ -24,6 +24,7 @@ from gradientmail_torch import GradientMailStrategy
 from gradientmail_torch.errors import ConfigError
 from gradientmail_torch.lightning.data import SharedQueueDataset, SharedQueueLoader, deal
 from gradientmail_torch.lightning.datamodule import SharedQueueDataModule
+from gradientmail_torch.mailbox import open_mailbox
 from gradientmail_torch.patterns.queue import Progress, SharedQueue
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -203,6 +204,14 @@ def test_mailbox_and_learner_id_are_those_of_the_strategy(tmp_path: Path) -> Non
     assert sorted(model.seen) == list(range(30))
     owners = {outcome.owner.rpartition("-")[0] for outcome in SharedQueue("train-0", tmp_path, "reader").outcomes()}
     assert owners == {"node-7"}
+
+
+@pytest.mark.filterwarnings("ignore:.*fast_dev_run.*")
+def test_a_trial_run_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    model, strategy = Module(), GradientMailStrategy(str(tmp_path), learner_id="node-7", poll_interval=0.05)
+    trainer(fast_dev_run=True, strategy=strategy).fit(model, datamodule=Ranges(batch_size=2, poll_interval=0.05))
+    assert model.seen == [0, 1]
+    assert list(open_mailbox(tmp_path).list("queues/")) == []
 
 
 class Interrupts(Callback):

@@ -93,8 +93,12 @@ class Runner:
         self._complete.add(node)
         return True
 
-    def note_complete(self, node: str) -> None:
-        self._complete.add(node)
+    def note(self, node: str, missing: str | None) -> None:
+        """What a listing has told about ``node``: a predecessor that is missing, or that none is."""
+        if missing is None:
+            self._complete.add(node)
+        else:
+            self._missing[node] = missing
 
     def step(self, work: LeasedWork, node: str, function: Function | None, invoke: Invoke | None = None) -> Outcome | None:
         """The outcome of ``node``, made here if it is this party's turn; None while there is none.

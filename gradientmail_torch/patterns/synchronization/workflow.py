@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, RunTimeout, WorkFenced
@@ -15,6 +16,22 @@ from gradientmail_torch.patterns.synchronization.dag import START, Dag, Trigger
 from gradientmail_torch.patterns.synchronization.ledger import Call, Marker
 from gradientmail_torch.patterns.synchronization.party import Party, Settings
 from gradientmail_torch.patterns.synchronization.runner import Function, Invoke, Result, payload_of
+
+_LOOKS = 5
+"""Looks at the front of a workflow between two at all of it."""
+_FRONT = 10
+
+
+class _View(NamedTuple):
+    """The nodes without an outcome, from top to bottom."""
+
+    waiting: list[str]
+    """Those that a predecessor has not reached."""
+    ready: list[str]
+
+    @property
+    def open(self) -> set[str]:
+        return {*self.waiting, *self.ready}
 
 
 class Workflow:
@@ -105,13 +122,12 @@ class Workflow:
     def resume(self) -> list[str]:
         """Run whatever is complete and has nobody at it, and carry results down, until nothing is left to do now.
 
-        Returns the nodes that were run here. Waits for nobody; call it again, or use :meth:`run`, to take over what a dead
-        party holds. Failed nodes raise nothing here: see :meth:`wait`.
+        Returns the nodes that ended meanwhile, most of them by running here. Waits for nobody: call it again, or use
+        :meth:`run`, to take over what a dead party holds. Failed nodes raise nothing here: see :meth:`wait`.
         """
         ran: list[str] = []
         with self._party.work() as work:
-            while found := self._pass(work):
-                ran += found
+            self._settle(work, ran)
         return ran
 
     def run(self, timeout: float | None = None) -> dict[str, Result]:
@@ -121,12 +137,18 @@ class Workflow:
         """
         began = self._clock.monotonic()
         with self._party.work() as work:
-            while left := self._left(work):
-                if timeout is not None and self._clock.monotonic() - began >= timeout:
-                    raise RunTimeout(f"{self._party.describe(left[0])} after {timeout:g} s. Call run again to go on")
+            while True:
+                view = self._settle(work)
+                left = [node for node in self.dag.sinks if node in view.open]
+                if not left:
+                    return {node: self._party.result(work, node) for node in self.dag.sinks}
+                for _ in range(_LOOKS):
+                    if timeout is not None and self._clock.monotonic() - began >= timeout:
+                        raise RunTimeout(f"{self._party.describe(left[0])} after {timeout:g} s. Call run again to go on")
+                    self._party.pause()
+                    if self._has_moved(work, view):
+                        break
                 self._party.ledger.check_expired()
-                self._party.pause()
-            return {node: self._party.result(work, node) for node in self.dag.sinks}
 
     def wait(self, node: str, function: Function | None = None, timeout: float | None = None) -> Result:
         """Wait for the outcome of ``node``, and run its function (given here or at the start) if it falls to this party.
@@ -142,49 +164,56 @@ class Workflow:
             self._propagate(work)
         return result
 
-    def _left(self, work: LeasedWork) -> list[str]:
-        """Do what can be done now. Returns the last nodes that have no outcome yet."""
-        while self._pass(work):
-            pass
-        ended = self._party.ledger.all_ended()
-        return [node for node in self.dag.sinks if node not in ended]
+    def _settle(self, work: LeasedWork, ran: list[str] | None = None) -> _View:
+        """Carry outcomes down and run what is ready and free here, until there is nothing to do. ``ran`` gets the names."""
+        while True:
+            view = self._propagate(work)
+            ended = self._run_ready(work, view)
+            if not ended:
+                return view
+            if ran is not None:
+                ran += ended
 
-    def _pass(self, work: LeasedWork) -> list[str]:
-        """Carry outcomes down, then run each node here that is ready and free. Returns those that ended by it."""
+    def _run_ready(self, work: LeasedWork, view: _View) -> list[str]:
+        """Run each ready node that has a function here and is free. Returns those that ended, by it or elsewhere."""
         ended = []
-        for node in self._propagate(work):
-            if (function := self._functions.get(node)) is None:
-                continue
+        for node in view.ready:
             try:
-                if self._party.runner.step(work, node, function, self._invoker(node)) is not None:
+                if self._party.runner.step(work, node, self._functions.get(node), self._invoker(node)) is not None:
                     ended.append(node)
             except WorkFenced:  # another party was quicker: its outcome is carried down
                 ended.append(node)
         return ended
 
-    def _propagate(self, work: LeasedWork) -> list[str]:
+    def _has_moved(self, work: LeasedWork, view: _View) -> bool:
+        """Whether there is something new since ``view``: a GET or two for each node at the front, instead of listings."""
+        return any(self._party.runner.is_complete(node) for node in view.waiting[:_FRONT]) or bool(self._run_ready(work, view))
+
+    def _propagate(self, work: LeasedWork) -> _View:
         """Give every node's outcome to its successors, and decide those that need no run, from top to bottom.
 
-        Idempotent, and right from any state that a dead party may have left. Returns the complete nodes without an
-        outcome. Two listings, and requests only where something is to be done.
+        Idempotent, and right from any state that a dead party may have left. Two listings, and requests only where
+        something is to be done.
         """
-        ledger = self._party.ledger
+        ledger, runner = self._party.ledger, self._party.runner
         reached, ended = ledger.all_reached(), ledger.all_ended()
-        ready = []
+        view = _View([], [])
         for node in self.dag.order:
             if node not in ended:
-                if not all(ReachedKey(node, by) in reached for by in self.dag.predecessors[node]):
+                missing = next((by for by in self.dag.predecessors[node] if ReachedKey(node, by) not in reached), None)
+                runner.note(node, missing)
+                if missing is not None:
+                    view.waiting.append(node)
                     continue
-                self._party.runner.note_complete(node)
-                if self._party.runner.step(work, node, None) is None:
-                    ready.append(node)
+                if runner.step(work, node, None) is None:
+                    view.ready.append(node)
                     continue
             owed = [name for name in self.dag.successors[node] if ReachedKey(name, node) not in reached]
             if owed and (outcome := work.outcome(node)) is not None:
                 for successor in owed:
                     ledger.mark(successor, node, self._marker(outcome))
                     reached.add(ReachedKey(successor, node))
-        return ready
+        return view
 
     def _marker(self, outcome: Outcome) -> Marker:
         """What ``outcome`` means to the successors; its payload is named, not copied."""
