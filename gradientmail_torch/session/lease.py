@@ -199,6 +199,10 @@ class Observer:
     WATCHED = 64
     STILL_CHECK_EVERY = 5
     """Lives that have been found dead are read only at every so many observations."""
+    MOST_LISTED = 500
+    GONE_LEASES = 20
+    """Where more are listed, the beats of lives that have been gone for so many leases are removed: a run on nodes that
+    come and go under new names would be listed at ever greater cost."""
 
     def __init__(self, mailbox: Mailbox, *, lease: float, clock: Clock) -> None:
         self._mailbox = mailbox
@@ -218,9 +222,11 @@ class Observer:
         if self._observations % self.STILL_CHECK_EVERY == 0:
             self._unreadable.clear()
         self._watched.answered()
-        for life in self._turn([life for life in _newest(listed - self._unreadable) if life not in self._ended]):
+        for life in self._turn(_newest(listed - self._unreadable)):
             self._look(life)
         self._forget_all_but(listed)
+        if len(listed) > self.MOST_LISTED:
+            self._remove_the_gone(len(listed) - self.MOST_LISTED)
         return {life.learner_id: self._peer(life) for life in _newest(self._seen) if life not in self._ended}
 
     def _list_lives(self) -> set[keys.Life]:
@@ -234,18 +240,34 @@ class Observer:
         self._seen = {life: sighting for life, sighting in self._seen.items() if life in listed}
         self._ended &= listed
 
+    def _remove_the_gone(self, count: int) -> None:
+        """Those that have been gone for longest; one that wakes all the same beats anew."""
+        latest = self._watched.answered() - self.GONE_LEASES * self._lease
+        gone = [(sighting.since, life) for life, sighting in self._seen.items() if life in self._ended or not self._lives(sighting)]
+        for since, life in sorted(gone)[:count]:
+            if since <= latest:
+                self._mailbox.delete(keys.beat(*life))
+
     def _turn(self, lives: list[keys.Life]) -> list[keys.Life]:
-        """Those whose beats are read now."""
-        self.sampled = len(lives) > self.WATCHED
-        if not self.sampled:
+        """Those whose beats are read now; the dead seldom, and the ended never again."""
+        lives = [life for life in lives if life not in self._ended]
+        still = {life for life in lives if life in self._seen and not self._lives(self._seen[life])}
+        living = [life for life in lives if life not in still]
+        self.sampled = len(living) > self.WATCHED
+        chosen = self._some_of(living)
+        if self._observations % self.STILL_CHECK_EVERY == 0:
+            chosen += self._some_of([life for life in lives if life in still])
+        return chosen
+
+    def _some_of(self, lives: list[keys.Life]) -> list[keys.Life]:
+        """All, or where there are more than can be watched at once, those whose turn it is."""
+        if len(lives) <= self.WATCHED:
             return lives
         begin = self._observations * self.WATCHED % len(lives)
         return (lives + lives)[begin : begin + self.WATCHED]
 
     def _look(self, life: keys.Life) -> None:
         known = self._seen.get(life)
-        if known is not None and not self._lives(known) and self._observations % self.STILL_CHECK_EVERY and not self.sampled:
-            return
         try:
             beat = read(self._mailbox, Beat, keys.beat(*life))
         except CorruptObject as error:

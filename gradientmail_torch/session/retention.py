@@ -47,9 +47,13 @@ class Retention:
 
     def note(self, fragment: int, version: int) -> None:
         """``version`` of ``fragment`` has been seen committed."""
-        seen = self._seen.setdefault(fragment, [])
+        if self._keep is None:
+            return
+        seen, now = self._seen.setdefault(fragment, []), self._clock.monotonic()
         if not seen or seen[-1][0] < version:
-            seen.append((version, self._clock.monotonic()))
+            seen.append((version, now))
+        while len(seen) > self._keep + 1 and now - seen[1][1] >= self._keep_seconds:
+            seen.pop(0)  # the next one is old enough as well
 
     def after_commit(self, fragment: int, version: int, records: Iterable[str]) -> None:
         """Called by the syncer of ``version``: what the commit says of ``records`` has taken their place.
