@@ -18,7 +18,7 @@ from gradientmail_torch.mailbox import SignedMailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.mailbox.signed import CHUNK_BYTES
 from gradientmail_torch.messages import Record, TensorSpec
-from gradientmail_torch.patterns import heartbeat, leased_work, queue_items, queue_taker
+from gradientmail_torch.patterns import beat_helper, leased_work, queue_items, queue_taker
 from gradientmail_torch.patterns.json_values import from_json
 from gradientmail_torch.patterns.steering import wire as steering_wire
 from gradientmail_torch.patterns.steering.queues import claims
@@ -93,7 +93,7 @@ def _records() -> dict[type[Record], list[Record]]:
         ),
         leased_work.Outcome(item="1", status="done", nonce=_NONCE, attempt=1, owner="a", value=msgspec.Raw(b'{"x":[1]}')),
         leased_work._ClaimRecord(nonce=_NONCE, owner="a", beat=3, at=1.5),
-        heartbeat.Beat(count=3, holds=(_NONCE,), at=1.5),
+        beat_helper.Beat(count=3, holds=(_NONCE,), at=1.5),
         queue_items.Manifest(nonce=_NONCE, digest="ab" * 32, count=3, blocks=("cd" * 32,)),
         queue_taker.GivenUp(nonce=_NONCE, attempt=1, owner="a", error="x"),
         ledger.Manifest(nonce=_NONCE, predecessors={"b": ("a",)}, triggers={"b": "any_called"}),

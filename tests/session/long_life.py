@@ -113,8 +113,13 @@ class Life:
             objects[kind] += 1
             sizes[kind] += len(self.store.get(key) or b"")
         return Figures(
-            rounds=self.rounds, lives=self.lives, objects=dict(objects), bytes=dict(sizes), held=dict(self._held()), resident_bytes=resident()
-        )  # fmt: skip
+            rounds=self.rounds,
+            lives=self.lives,
+            objects=dict(objects),
+            bytes=dict(sizes),
+            held=dict(self._held()),
+            resident_bytes=resident(),
+        )
 
     def _held(self) -> Iterator[tuple[str, int]]:
         """Sizes of every container in a part of the session that stays."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -113,8 +112,8 @@ def steps(session: Session, model: nn.Module, count: int) -> None:
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.s3)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield str(request.getfixturevalue("s3_url")) if request.param == "s3" else str(tmp_path / "box")
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(request.getfixturevalue("s3_url")) if request.param == "s3" else str(tmp_path / "box")
 
 
 def test_threads_files_and_memory_of_a_session_stay_flat_over_ten_thousand_steps(place: str) -> None:
