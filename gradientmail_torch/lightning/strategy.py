@@ -192,6 +192,6 @@ class GradientMailFSDP2Strategy(_MailboxMixin, ModelParallelStrategy):
 
 for _strategy in (GradientMailStrategy, GradientMailDDPStrategy, GradientMailFSDP2Strategy):
     if _strategy.__doc__ is not None:
-        _strategy.__doc__ += _ARGUMENTS
+        _strategy.__doc__ += "\n" + _ARGUMENTS
     if _strategy.strategy_name not in StrategyRegistry:
         StrategyRegistry.register(_strategy.strategy_name, _strategy, description=(_strategy.__doc__ or "").splitlines()[0])

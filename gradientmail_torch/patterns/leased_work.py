@@ -13,6 +13,8 @@ So an item is *executed* at least once and its outcome *committed* exactly once.
 token for whatever the work writes elsewhere. Outcomes and claims are never deleted while work may go on: they are
 the fence.
 
+::
+
     work = LeasedWork(mailbox, WorkKeys("jobs/"), learner_id="node-0")
     match work.claim("job-7"):
         case Claim() as claim: work.finish(claim, value=run_job(attempt=claim.attempt))
