@@ -59,7 +59,10 @@ class Life:
         return not self.result_at.exists()
 
     def suspended(self) -> bool:
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except FileNotFoundError:
+            raise AssertionError(f"{self.config['learner_id']} has met no fate") from None
 
     def wake(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -185,8 +188,8 @@ def test_the_same_over_a_real_s3_server(nursery: Nursery, s3_url: str, when: str
 
 
 def test_of_three_two_go_on_when_one_is_gone_for_good(nursery: Nursery) -> None:
-    survivors = [nursery.learner(f"survivor-{i}", parties=3) for i in range(2)]
-    victim = nursery.learner("victim", parties=3, fate=fate(MERGED_DATA))
+    survivors = [nursery.learner(f"survivor-{i}", parties=3, steps=36) for i in range(2)]
+    victim = nursery.learner("victim", parties=3, steps=36, fate=fate(MERGED_DATA))
     assert victim.killed()
     before = commits(nursery.mailbox)
     nursery.mailbox.put(keys.barrier("done", "victim"), b"{}")  # nobody waits for it any more
@@ -217,7 +220,7 @@ def test_a_founder_that_is_killed_before_the_manifest_leaves_no_run_behind(nurse
 
 
 def test_a_sleeper_that_wakes_after_the_takeover_adopts_what_the_others_have_committed(nursery: Nursery) -> None:
-    settings = {"parties": 3, "quorum_size": 3, "fragments": 1}  # so that the others cannot go on without this round
+    settings = {"parties": 3, "steps": 60, "quorum_size": 3, "fragments": 1}  # so that the others cannot go on without this round
     others = [nursery.learner(f"other-{i}", **settings) for i in range(2)]
     sleeper = nursery.learner("sleeper", fate=fate(COMMIT, what="SIGSTOP"), **settings)
     until(sleeper.suspended, "the suspension")

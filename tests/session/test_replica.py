@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -279,3 +282,66 @@ Books.TestCase.settings = BooksInBf16.TestCase.settings = BooksOverwritten.TestC
 TestBooks = Books.TestCase
 TestBooksInBf16 = BooksInBf16.TestCase
 TestBooksOverwritten = BooksOverwritten.TestCase
+
+
+def test_the_books_hold_while_two_threads_write_in_them() -> None:
+    """The training thread steps, contributes and adopts; the background encodes, stages and prepares; at full speed."""
+    model = Model(torch.float32)
+    fragment = joined(0, SPECS, None, [torch.zeros(3), torch.zeros(2)], 10**9)
+    replica = Replica(LocalParameters(model, (SPECS,)), DecoupledDiLoCo(), [fragment])
+    replica.load()
+    ended = threading.Event()
+    errors: list[BaseException] = []
+    sums = {"taken": torch.zeros(3), "trained": torch.zeros(3)}
+
+    def background() -> None:
+        rng = random.Random(1)
+        try:
+            while not ended.is_set():
+                pending = fragment.pending
+                if pending is not None and pending.delta is None and pending.snapshot is not None:
+                    delta = difference(pending.snapshot(), fragment.base, SPECS)
+                    with replica.lock:
+                        pending.delta, pending.snapshot = delta, None
+                        pending.version = fragment.known + 1
+                if fragment.staged is None or rng.random() < 0.1:
+                    version, merged = fragment.known + 1, []
+                    if pending is not None and pending.delta is not None and pending.outcome is Outcome.OPEN and rng.random() < 0.5:
+                        merged = [pending.nonce]
+                        pending.version = version
+                    value = torch.tensor([float(rng.randint(-9, 9)) for _ in range(3)])
+                    assert replica.stage(fragment, a_commit(version, merged=merged), [value, value[:2]])
+                for _ in range(rng.randint(0, 3)):
+                    replica.prepare(fragment)
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    other = threading.Thread(target=background)
+    other.start()
+    try:
+        merged_before = 0
+        flying = torch.zeros(3)
+        for number in range(1_000_000):
+            if errors or replica.tally.merged >= 40:
+                break
+            with torch.no_grad():
+                model.w.add_(number % 7 - 3)
+            sums["trained"] += number % 7 - 3
+            replica.count(1, 1)
+            replica.adopt(fragment)
+            if replica.tally.merged > merged_before:
+                merged_before = replica.tally.merged
+                sums["taken"] += flying
+            if fragment.pending is None:
+                flying = model.w.detach() - fragment.base[0]
+                replica.contribute(fragment, NONCE(number + 1))
+            local = model.w.detach() - fragment.base[0]
+            assert torch.equal(local, sums["trained"] - sums["taken"]), f"at step {number}"
+    finally:
+        ended.set()
+        other.join(10)
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert replica.tally.merged == 40
