@@ -158,6 +158,7 @@ class Search(BaseThinker):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_lightning_fit_on_two_nodes_finds_the_best_trial_and_it_is_evaluated_at_a_synchronization_node(
     tmp_path: Path, serve: Callable[..., Any]
 ) -> None:

@@ -128,6 +128,7 @@ class TaskServer(ABC):
         self._stop.clear()
         info = ServerInfo(server_id=self.name, slots=self.slots, methods=tuple(self.methods), host=platform.node())
         with contextlib.ExitStack() as stack:
+            self._warm_up()
             queues = self.queues.for_server(info)
             stack.callback(queues.close)
             stack.enter_context(self._obeying_sigterm())
@@ -139,6 +140,9 @@ class TaskServer(ABC):
                     queues.tend()
             finally:  # on the kill signal everything has ended by now
                 engine.leave()
+
+    def _warm_up(self) -> None:  # noqa: B027  # most are ready at once
+        """What takes long, and is done before the Thinker is told that this server is here."""
 
     @abstractmethod
     def _engine(self, queues: TaskQueues, clock: Clock) -> Engine: ...

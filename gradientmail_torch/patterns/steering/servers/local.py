@@ -10,11 +10,26 @@ from gradientmail_torch.patterns.steering.methods import Method
 from gradientmail_torch.patterns.steering.queues.base import TaskQueues
 from gradientmail_torch.patterns.steering.result import Result
 from gradientmail_torch.patterns.steering.servers.base import Engine, TaskServer
-from gradientmail_torch.patterns.steering.servers.child import preload
+from gradientmail_torch.patterns.steering.servers.child import Child, preload
 from gradientmail_torch.patterns.steering.servers.engine import Settings, Slot
 
 
-class LocalTaskServer(TaskServer):
+class SlotTaskServer(TaskServer):
+    """A server whose engine is a number of slots."""
+
+    _settings: Settings
+
+    def _warm_up(self) -> None:
+        """A fork server takes as long to start as importing what the methods need: tasks should not wait for that."""
+        if self._settings.isolation == "process" and self.start_method == "forkserver":
+            preload(self.methods)
+            Child(self.methods, start_method=self.start_method).close()
+
+    def _engine(self, queues: TaskQueues, clock: Clock) -> Engine:
+        return SlotEngine(self.slots, self.methods, queues, self._settings, server=self.name, clock=clock)
+
+
+class LocalTaskServer(SlotTaskServer):
     """Runs tasks in ``num_workers`` processes of this machine, which it keeps; one that crashes is replaced.
 
     With ``threads=True`` they run in threads of the server: quicker to begin, but they share one interpreter and
@@ -42,9 +57,6 @@ class LocalTaskServer(TaskServer):
             outage_timeout_s=self.outage_timeout_s,
         )
 
-    def _engine(self, queues: TaskQueues, clock: Clock) -> Engine:
-        return SlotEngine(self.slots, self.methods, queues, self._settings, server=self.name, clock=clock)
-
 
 class SlotEngine(Engine):
     def __init__(
@@ -53,8 +65,6 @@ class SlotEngine(Engine):
         self._clock = clock
         self._freed = threading.Event()
         self._slots: list[Slot] = []
-        if settings.isolation == "process" and settings.start_method == "forkserver":
-            preload(methods)
         try:
             for number in range(count):
                 self._slots.append(Slot(number, methods, queues, settings, server=server, freed=self._freed, clock=clock))

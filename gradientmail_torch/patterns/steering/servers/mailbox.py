@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradientmail_torch.clock import Clock
 from gradientmail_torch.keys import check_learner_id
 from gradientmail_torch.patterns.steering.methods import Method
 from gradientmail_torch.patterns.steering.queues.base import TaskQueues
-from gradientmail_torch.patterns.steering.servers.base import Engine, TaskServer
 from gradientmail_torch.patterns.steering.servers.engine import Isolation, Settings
-from gradientmail_torch.patterns.steering.servers.local import SlotEngine
+from gradientmail_torch.patterns.steering.servers.local import SlotTaskServer
 
 
-class MailboxTaskServer(TaskServer):
+class MailboxTaskServer(SlotTaskServer):
     """Runs tasks on this node, ``slots`` at a time, each in a process of its own that is made for it alone.
 
     So CUDA is safe in a task, its memory comes back, its main thread is free for Lightning, and when it crashes,
@@ -63,6 +61,3 @@ class MailboxTaskServer(TaskServer):
             watch_interval_s=watch_interval_s,
             outage_timeout_s=outage_timeout_s,
         )
-
-    def _engine(self, queues: TaskQueues, clock: Clock) -> Engine:
-        return SlotEngine(self.slots, self.methods, queues, self._settings, server=self.name, clock=clock)
