@@ -206,6 +206,13 @@ def test_mailbox_and_learner_id_are_those_of_the_strategy(tmp_path: Path) -> Non
     assert owners == {"node-7"}
 
 
+def test_a_node_that_comes_when_an_epoch_is_over_goes_on_with_the_next(tmp_path: Path) -> None:
+    first, late = Module(), Module()
+    trainer(max_epochs=1).fit(first, datamodule=data(tmp_path))
+    trainer(max_epochs=2).fit(late, datamodule=data(tmp_path, "node-1"))
+    assert first.seen == late.seen == list(range(30)), "one of them trained on epoch 0, the other on epoch 1"
+
+
 @pytest.mark.filterwarnings("ignore:.*fast_dev_run.*")
 def test_a_trial_run_takes_nothing_from_the_others(tmp_path: Path) -> None:
     model, strategy = Module(), GradientMailStrategy(str(tmp_path), learner_id="node-7", poll_interval=0.05)
