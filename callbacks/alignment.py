@@ -10,6 +10,7 @@ from gradientmail_torch.algorithms.layout import tensors_of
 from gradientmail_torch.lightning.alignment import align_together, layout_of_run
 from gradientmail_torch.lightning.companion import place_of
 from gradientmail_torch.lightning.group import Group
+from gradientmail_torch.lightning.parameters import reshard
 from gradientmail_torch.lightning.participation import MailboxLike, Participation
 
 
@@ -33,6 +34,7 @@ class AlignOnValidation(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        reshard(pl_module)
         group, place = Group(trainer.strategy), place_of(trainer, self._own)
         layout = layout_of_run(group, place.open) or ()
         self._local = [(tensor, tensor.clone()) for fragment in tensors_of(pl_module, layout) for tensor in fragment]
@@ -40,6 +42,8 @@ class AlignOnValidation(Callback):
 
     @torch.no_grad()
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._local:
+            reshard(pl_module)
         for tensor, held in self._local:
             tensor.copy_(held)
         self._local = []

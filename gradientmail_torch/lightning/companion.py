@@ -11,12 +11,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from gradientmail_torch.algorithms.layout import describe, split, travelling
+from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import LearnerFenced
 from gradientmail_torch.lightning.alignment import align_together
 from gradientmail_torch.lightning.barrier import wait_together
 from gradientmail_torch.lightning.counting import WorkCounter
 from gradientmail_torch.lightning.group import Group
-from gradientmail_torch.lightning.parameters import GroupParameters, access_for
+from gradientmail_torch.lightning.parameters import GroupParameters, access_for, reshard
 from gradientmail_torch.lightning.participation import Participation
 from gradientmail_torch.lightning.seeding import reseed, warn_if_same_data
 from gradientmail_torch.lightning.signals import InterruptibleClock, Preempted, Termination
@@ -78,9 +79,11 @@ class Companion(Callback):
         part = self.participation
         self._group = group = Group(trainer.strategy)
         self.termination.install()
+        reshard(pl_module)
         layout = split(describe(pl_module, buffers=part.algorithm.buffers), part.algorithm.fragments)
         self._access = access_for(pl_module, group, layout)
-        group.lead(lambda: self._join(pl_module))
+        inquire = group.inquiry(lambda: self.termination.due)
+        group.lead(lambda: self._join(pl_module, InterruptibleClock(inquire)))
         self._counter = WorkCounter(trainer, part.batch_size)
         self._tensors = set(travelling(pl_module, buffers=part.algorithm.buffers))
         warn_if_same_data(trainer)
@@ -88,7 +91,7 @@ class Companion(Callback):
             self._wait_at("start", part.start_parties, part.start_timeout)
         group.lead(self._begin)
 
-    def _join(self, pl_module: LightningModule) -> None:
+    def _join(self, pl_module: LightningModule, clock: Clock) -> None:
         part = self.participation
         self.session = Session(
             pl_module,
@@ -96,17 +99,13 @@ class Companion(Callback):
             learner_id=part.identify(),
             algorithm=part.algorithm,
             access=self._access,
-            clock=self._clock(),
+            clock=clock,
             **{each.name: getattr(part, each.name) for each in fields(Settings)},
         )
 
     def _begin(self) -> None:
         assert self.session is not None
         self.session.__enter__()
-
-    def _clock(self) -> InterruptibleClock:
-        assert self._group is not None
-        return InterruptibleClock(self._group.inquiry(lambda: self.termination.due))
 
     def _wait_at(self, name: str, parties: int, timeout: float | None) -> list[str]:
         """A barrier's name serves once per run, so those of a second ``fit`` are numbered."""

@@ -94,9 +94,10 @@ class Group:
         return tuple(bool(flag) for flag in together.tolist())
 
     def inquiry(self, flag: Callable[[], bool]) -> Callable[[], bool]:
-        """For rank 0 to call while it waits within :meth:`lead`: whether ``flag`` is true on any rank of the node.
+        """What rank 0 calls while it waits within :meth:`lead`: whether ``flag`` is true on any rank of the node.
 
         The others are asked every ``ASK_EVERY_S`` seconds, which also keeps the process group from timing out.
+        Every rank must have made its inquiry before.
         """
         self.operation("answer", lambda: self.any(flag()))
         asked_at = SYSTEM_CLOCK.monotonic()

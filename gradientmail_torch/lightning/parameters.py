@@ -7,6 +7,7 @@ for each tensor over the node's process group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,27 @@ from gradientmail_torch.lightning.group import Group
 from gradientmail_torch.session.parameters import LocalParameters, Snapshot
 
 
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 drop the whole parameters that it keeps after a forward pass without a backward one.
+
+    They stand in the place of the shards, and hide what is written into those.
+    """
+    for module in _sharding(model):
+        module.reshard()
+
+
+def _sharding(model: nn.Module) -> list[Any]:
+    """The modules that ``fully_shard`` was applied to (FSDPModule, whose home differs between versions of torch)."""
+    return [module for module in model.modules() if hasattr(module, "reshard") and hasattr(module, "unshard")]
+
+
 class GroupParameters:
     """Access for rank 0; constructing it on the other ranks has them follow."""
 
     def __init__(self, model: nn.Module, group: Group, layout: Layout) -> None:
         self._group = group
         self._layout = layout
+        reshard(model)
         tensors = [tensor for fragment in tensors_of(model, layout) for tensor in fragment]
         self.sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
         self._local = _ShardedParameters(model, layout) if self.sharded else LocalParameters(model, layout)
@@ -77,18 +93,24 @@ class _ShardedParameters:
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._layout = layout
-        self._fragments = [[tensor.detach() for tensor in tensors] for tensors in tensors_of(model, layout)]
+        self._sharding = _sharding(model)
+        self._tensors = [[tensor.detach() for tensor in tensors] for tensors in tensors_of(model, layout)]
+
+    def _shards(self, fragment: int) -> list[Tensor]:
+        for module in self._sharding:
+            module.reshard()
+        return self._tensors[fragment]
 
     @torch.no_grad()
     def snapshot(self, fragment: int) -> Snapshot:
-        whole = [_whole(tensor) for tensor in self._fragments[fragment]]
+        whole = [_whole(tensor) for tensor in self._shards(fragment)]
         host = [tensor.to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True) for tensor in whole]
         return lambda: host
 
     @torch.no_grad()
     def shift(self, fragment: int, corrections: Sequence[Tensor]) -> list[Tensor | None]:
         moved: list[Tensor | None] = []
-        for tensor, spec, correction in zip(self._fragments[fragment], self._layout[fragment], corrections, strict=True):
+        for tensor, spec, correction in zip(self._shards(fragment), self._layout[fragment], corrections, strict=True):
             part = _part(correction, tensor)
             if spec.kind == "buffer":
                 tensor.copy_(part)
@@ -104,16 +126,16 @@ class _ShardedParameters:
 
     @torch.no_grad()
     def write(self, fragment: int, values: Sequence[Tensor]) -> list[Tensor]:
-        for tensor, value in zip(self._fragments[fragment], values, strict=True):
+        held = []
+        for tensor, value in zip(self._shards(fragment), values, strict=True):
             tensor.copy_(_part(value, tensor))
-        return [
-            value if tensor.dtype.itemsize >= 4 or not tensor.is_floating_point() else value.to(tensor.dtype).float().cpu()
-            for tensor, value in zip(self._fragments[fragment], values, strict=True)
-        ]
+            exact = tensor.dtype.itemsize >= 4 or not tensor.is_floating_point()
+            held.append(value if exact else value.to(tensor.dtype).float().cpu())
+        return held
 
     @torch.no_grad()
     def mix(self, fragment: int, values: Sequence[Tensor], share: float) -> None:
-        for tensor, spec, value in zip(self._fragments[fragment], self._layout[fragment], values, strict=True):
+        for tensor, spec, value in zip(self._shards(fragment), self._layout[fragment], values, strict=True):
             part = _part(value, tensor)
             tensor.copy_(part if spec.kind == "buffer" else tensor + share * (part - tensor))
 

@@ -29,6 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(advice)
 
 
+@pytest.fixture(scope="session")
+def environment() -> dict[str, str]:
+    """For the processes that tests start."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GRADIENTMAIL_", "PL_", "AWS_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(EXAMPLES)])}
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -56,10 +63,3 @@ def node(mailbox: Mailbox) -> Callable[..., GradientMailStrategy]:
         return GradientMailStrategy(**{"mailbox": mailbox, "learner_id": learner_id, "algorithm": ALGORITHM, **QUICK, **options})
 
     return make
-
-
-@pytest.fixture
-def environment() -> dict[str, str]:
-    """For the processes that tests start."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GRADIENTMAIL_", "PL_", "AWS_"))}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(EXAMPLES)])}
