@@ -330,7 +330,7 @@ class Syncer:
         )
         if self._run.mailbox.put_if_absent(keys.commit(fragment.index, version), encode(commit)):
             self._signals.committed(fragment, commit, values)
-            self._retention.after_commit(fragment.index, version, {*closing.records, *closing.left_out})
+            self._retention.after_commit(fragment.index, version, sorted({*closing.records, *closing.left_out}))
             return
         winner = self._run.commit(fragment.index, version)
         if winner is not None and winner.nonce != nonce:
