@@ -28,6 +28,7 @@ def main() -> None:
     tables.add_argument("tables", nargs="*", help="all unless given")
     tables.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     tables.add_argument("--jobs", type=int, default=1, help="trainings at the same time, one core each")
+    tables.add_argument("--rows", default="", help="only those that this regular expression is found in")
     one = commands.add_parser("train", help="one row of a table of convergence")
     one.add_argument("table")
     one.add_argument("row")
@@ -61,7 +62,7 @@ def main() -> None:
         case "convergence":
             from benchmarks import convergence
 
-            convergence.run_all(options.tables, options.seeds, options.jobs)
+            convergence.run_all(options.tables, options.seeds, options.jobs, options.rows)
         case "train":
             from benchmarks import convergence
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.simulated import Experiment, average_gradients, run
+from benchmarks.simulated import BASE, Experiment, average_gradients, run
 
 RESULTS = Path(__file__).parent / "results" / "convergence.jsonl"
 SEEDS = (0, 1, 2)
@@ -36,9 +37,12 @@ class Table:
 
 
 def _with(**settings: Any) -> Experiment:
-    """Two equal nodes; ``late_steps``, ``speeds`` and the like go to the experiment, all else to the algorithm."""
+    """Two equal nodes; ``late_steps``, ``speeds`` and the like go to the experiment, all else to the algorithm.
+
+    The settings of the base are left out where they say the same, so that no training is run twice.
+    """
     own = {name: settings.pop(name) for name in [*settings] if name in Experiment.__dataclass_fields__ and name != "settings"}
-    return Experiment(settings=settings, **own)
+    return Experiment(settings={name: value for name, value in settings.items() if BASE.get(name) != value}, **own)
 
 
 def _outer(lr: float, momentum: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -61,7 +65,7 @@ TABLES: dict[str, Table] = {
         question="How to adopt a commit, by how many steps it comes late.",
         rows={
             f"{rule}, {late} steps on its way" if late else rule: _with(adoption=rule, late_steps=late)
-            for late, rule in itertools.product((0, 5, 10, 20), ("rebase", "overwrite", "mix"))
+            for late, rule in itertools.product((0.0, 5.0, 10.0, 20.0), ("rebase", "overwrite", "mix"))
         },
     ),
     "outer": Table(
@@ -102,11 +106,11 @@ TABLES: dict[str, Table] = {
     ),
     "fragments": Table(
         question="Into how many fragments, each synchronised once a cycle.",
-        rows={f"{count}": _with(fragments=count) if count > 1 else _with() for count in (1, 2, 4, 8)},
+        rows={f"{count}": _with(fragments=count) for count in (1, 2, 4, 8)},
     ),
     "cycle": Table(
         question="Steps of a cycle.",
-        rows={f"{steps}": _with(sync_every=steps) if steps != 20 else _with() for steps in (5, 10, 20, 40)},
+        rows={f"{steps}": _with(sync_every=steps) for steps in (5, 10, 20, 40)},
     ),
     "called": Table(
         question="Contributions that are called when another node's is there, and how long a round waits.",
@@ -151,19 +155,19 @@ def results() -> dict[str, dict[str, Any]]:
     return {line["key"]: line for line in lines}
 
 
-def missing(names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
+def missing(names: Sequence[str], seeds: Sequence[int], pattern: str = "") -> Iterator[tuple[str, str, int]]:
     """Table, row and seed of what is to be run: seed by seed, so that early figures cover all rows."""
     known = set(results())
     for seed in seeds:
         for name in names:
             for row, experiment in TABLES[name].rows.items():
                 key = key_of(experiment, seed)
-                if key not in known:
+                if key not in known and re.search(pattern, row):
                     known.add(key)
                     yield name, row, seed
 
 
-def run_all(names: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
+def run_all(names: Sequence[str], seeds: Sequence[int], jobs: int, pattern: str) -> None:
     """Run what is missing, ``jobs`` at a time, each in a process of its own."""
     unknown = [name for name in names if name not in TABLES]
     if unknown:
@@ -178,7 +182,7 @@ def run_all(names: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
             print(f"{table}, {row}, seed {seed}: failed", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, missing(names or [*TABLES], seeds)))
+        list(pool.map(one, missing(names or [*TABLES], seeds, pattern)))
 
 
 def train(table: str, row: str, seed: int) -> None:

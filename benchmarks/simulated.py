@@ -21,6 +21,16 @@ from gradientmail_torch.testing.simulation import Conditions, SimulatedCluster
 STEP_S = 1.0
 """Virtual seconds of a step on the fastest node."""
 ALGORITHMS: Mapping[str, type[Algorithm]] = {kind.__name__: kind for kind in (DecoupledDiLoCo, DiLoCo, LocalSGD)}
+BASE: Mapping[str, Any] = {
+    "sync_every": 20,
+    "fragments": 1,
+    "adoption": "rebase",
+    "called": True,
+    "merge": "auto",
+    "wire": "bf16",
+    "commit_wire": "bf16",
+}
+"""What a DecoupledDiLoCo has that does not say otherwise, whatever the defaults of the package come to be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +68,7 @@ class Experiment:
         return [round(whole * share / sum(shares)) for share in shares]
 
     def build(self) -> Algorithm:
-        settings = {"sync_every": 20, **self.settings}
+        settings = {**(BASE if self.algorithm == "DecoupledDiLoCo" else {"sync_every": BASE["sync_every"]}), **self.settings}
         if "outer" in settings:
             settings["outer"] = OuterSGD(**settings["outer"])
         if self.algorithm != "DecoupledDiLoCo":
