@@ -209,6 +209,6 @@ class Taker:
     def _unfinished(self, before: set[str] | None) -> set[str]:
         """Of the items ``before`` (None: of all), those without an outcome. Few are asked one by one, many listed."""
         if before is not None and len(before) <= _FEW:
-            return {item for item in before if self._work.outcome(item) is None}
+            return {item for item in sorted(before) if self._work.outcome(item) is None}
         left = before if before is not None else {self._keys.item(place) for place in range(len(self._items))}
         return left.difference(last_segment(key) for key in self._mailbox.list(self._keys.outcomes()))
