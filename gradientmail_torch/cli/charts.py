@@ -99,7 +99,9 @@ def dots(series: Series, *, x: str, y: str) -> str:
             shift = beside * (place - (len(series) - 1) / 2)
             axes.plot([p[0] for p in points], [p[1] + shift for p in points], "o", color=_colour(place), label=_short(name), alpha=0.8)
         axes.set(xlabel=x, ylabel=y)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        heights = [y for points in series.values() for _, y in points]
+        axes.set_ylim(min(heights, default=0) - 0.7, max(heights, default=0) + 0.7)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         _legend(axes, len(series))
 
     return _svg(draw)

@@ -129,9 +129,9 @@ def _parts(status: Status) -> Iterator[RenderableType]:
         (printable(status.mailbox), "bold"),
         f"\n{count(status.parameters)} parameters, {status.algorithm}; {plural(here, 'learner')} here, {training} training",
     )
-    yield _learner_table(status)
-    yield _fragment_table(status)
-    yield from _patterns(status)
+    for shown in (_learner_table(status), _fragment_table(status), *_patterns(status)):
+        yield Text()
+        yield shown
 
 
 def _learner_table(status: Status) -> Table:
@@ -172,7 +172,7 @@ def _fragment_table(status: Status) -> Table:
     return shown
 
 
-def _patterns(status: Status) -> Iterator[RenderableType]:
+def _patterns(status: Status) -> Iterator[Table]:
     if status.barriers:
         shown = table("barrier", "arrived", "not arrived")
         for barrier in status.barriers:
