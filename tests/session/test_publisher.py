@@ -154,6 +154,23 @@ def test_what_the_wire_format_loses_stays_local_progress(world: Any) -> None:
     assert a.w == pytest.approx([1.001, 1.001]), "the rest is carried to the next contribution"
 
 
+def test_what_waits_for_the_delta_is_woken_as_soon_as_it_is_known(world: Any) -> None:
+    """Its data may take minutes to upload, and a commit that is there need not wait for that."""
+    a = world.node("a")
+    woken = []
+
+    class Watching(Refusals):
+        def put(self, key: str, body: Any) -> None:
+            woken.append(a.engine._workers["aligner"]._awake.is_set())
+
+    a.train()
+    a.contribute()
+    a.engine._workers["aligner"]._awake.clear()
+    a.run.mailbox = Watching(world.mailbox, lambda operation, key: False)
+    a.tick("publisher")
+    assert woken == [True]
+
+
 # --- what is not finite --------------------------------------------------------------------------------
 
 
