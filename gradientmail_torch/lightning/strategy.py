@@ -7,7 +7,7 @@ and local to the node: nothing that Lightning decides per batch ever waits for t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -146,12 +146,10 @@ class GradientMailStrategy(_MailboxMixin, SingleDeviceStrategy):
     strategy_name = "gradientmail"
     _single_device = True
 
-    def __init__(self, mailbox: MailboxLike | None = None, **arguments: Any) -> None:
-        super().__init__(mailbox, **arguments)
-        self.parallel_devices: list[torch.device] = []
-        """Filled in by the Trainer with what ``accelerator`` and ``devices`` say; holds one."""
-        self.num_nodes = 1
-        """Filled in by the Trainer, to be refused when it is another."""
+    parallel_devices: Sequence[torch.device] = ()
+    """Filled in by the Trainer with what ``accelerator`` and ``devices`` say; holds one."""
+    num_nodes = 1
+    """Filled in by the Trainer, to be refused when it is another."""
 
     @property
     def root_device(self) -> torch.device:
