@@ -292,7 +292,7 @@ def gc(
             plural(len(found.lost_foundings), "initial value") + " of lost foundings",
             plural(len(found.probes), "probe"),
         )
-        done = "deleted" if delete else "can be deleted (add --delete)" if found.keys else "nothing to delete"
+        done = "nothing to delete" if not found.keys else "deleted" if delete else "can be deleted (add --delete)"
         out.print(f"{', '.join(parts)}: {done}" + ("; learners are there" if alive else ""), soft_wrap=True)
 
 

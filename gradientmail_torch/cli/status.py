@@ -135,7 +135,8 @@ def _parts(status: Status) -> Iterator[RenderableType]:
 
 
 def _learner_table(status: Status) -> Table:
-    shown = table("learner", "seen", "state", "steps", "samp/s", "stale", "stall", "up", "down", "requests")
+    figures = ("steps", "samp/s", "stale", "stall", "up", "down")
+    shown = table("learner", "seen", "state", *figures, right=figures, whole=figures)
     for each in status.learners:
         seen = {"alive": "now", "silent": f"silent for {duration(each.last_seen_s)}", "ended": "left"}.get(each.presence, "?")
         add(
@@ -149,7 +150,6 @@ def _learner_table(status: Status) -> Table:
             f"{each.stall_percent:.1f} %",
             size(each.bytes_up),
             size(each.bytes_down),
-            f"{each.requests:,}",
         )
     return shown
 

@@ -11,11 +11,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-def table(*columns: str, right: tuple[str, ...] = (), header: bool = True) -> Table:
-    """A table without lines; columns named in ``right`` are aligned to the right."""
+def table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = (), header: bool = True) -> Table:
+    """A table without lines; columns named in ``right`` are aligned to the right, those in ``whole`` never broken."""
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=header)
     for place, column in enumerate(columns):
-        made.add_column(column, overflow="fold", no_wrap=place == 0, justify="right" if column in right else "left")
+        made.add_column(column, overflow="fold", no_wrap=place == 0 or column in whole, justify="right" if column in right else "left")
     return made
 
 
