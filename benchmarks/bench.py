@@ -34,7 +34,7 @@ INCIDENTS = {
 
 
 def plans(parts: list[str]) -> Iterator[Plan]:
-    wanted = parts or ["pace", "loss", "incidents"]
+    wanted = parts or ["pace", "loss", "incidents", "clock"]
     if "pace" in wanted:
         for where, methods in PACED.items():
             for method in methods:
@@ -48,6 +48,16 @@ def plans(parts: list[str]) -> Iterator[Plan]:
         for scenario, methods in INCIDENTS.items():
             for method in methods:
                 yield Plan(method=method, scenario=scenario)
+    if "clock" in wanted:
+        yield from _at_equal_time()
+
+
+def _at_equal_time(where: str = "100mbit") -> Iterator[Plan]:
+    """Torchft's whole training over a slow link, and ours with as many steps as fit into its time by the rates measured."""
+    yield Plan(method="torchft", link=where, steps=LOSS_STEPS)
+    rates = {found["method"]: found.get("tokens_per_s") for found in results() if found["link"] == where and found["steps"] == PACE_STEPS}
+    if rates.get("torchft") and rates.get("ours"):
+        yield Plan(method="ours", link=where, steps=int(LOSS_STEPS * rates["ours"] / rates["torchft"]))
 
 
 def run(parts: list[str], *, patience_s: float, again: bool) -> None:

@@ -18,6 +18,7 @@ from benchmarks.methods import METHODS
 HERE = Path(__file__).parent
 DOCUMENT = HERE / "RESULTS.md"
 PARTS = HERE / "results" / "parts.json"
+
 LINKS = ("unlimited", "100mbit", "10mbit")
 Row = Sequence[object]
 
@@ -28,6 +29,7 @@ def write() -> None:
     blocks: dict[str, Callable[[], str]] = {
         "pace": lambda: pace(races),
         "losses": lambda: losses(races),
+        "clock": lambda: clock(races),
         "incidents": lambda: incidents(races),
         "parts": parts,
         **{f"convergence {name}": (lambda name=name: choice(name)) for name in convergence.TABLES},
@@ -81,6 +83,23 @@ def losses(races: Sequence[Mapping[str, Any]]) -> str:
         if by_seed:
             rows.append([METHODS[method].title, f"{statistics.fmean(by_seed):.3f}", ", ".join(f"{loss:.3f}" for loss in by_seed)])
     return table(["method", "validation loss, mean", "by seed"], rows)
+
+
+def clock(races: Sequence[Mapping[str, Any]]) -> str:
+    """Whole trainings over a limited link: tokens, time and loss."""
+    found = [race for race in races if race["scenario"] == "steady" and race["link"] != "unlimited" and race["steps"] >= bench.LOSS_STEPS]
+    rows = [
+        [
+            METHODS[race["method"]].title,
+            race["link"],
+            race.get("train_s"),
+            f"{race['steps'] * 2 * 1024:,}",
+            race.get("loss"),
+            race.get("other_cores"),
+        ]
+        for race in found
+    ]
+    return table(["method", "link", "seconds", "tokens", "validation loss", "cores used by others"], rows)
 
 
 def incidents(races: Sequence[Mapping[str, Any]]) -> str:
