@@ -36,7 +36,10 @@ class _BarrierCallback(Callback):
         timeout: float | None = None,
         poll_interval: float = 1.0,
     ) -> None:
-        self._own = Participation(mailbox=mailbox, learner_id=learner_id, start_parties=parties, poll_interval=poll_interval)
+        # Participation refuses what cannot be, now.
+        self._own = Participation(
+            mailbox=mailbox, learner_id=learner_id, start_parties=parties, start_timeout=timeout, poll_interval=poll_interval
+        )
         self.parties = parties
         self.name = name
         self.timeout = timeout
