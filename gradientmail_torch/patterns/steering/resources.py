@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -10,8 +11,10 @@ from math import inf
 from typing import Any, Protocol
 
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
-from gradientmail_torch.errors import ConfigError
+from gradientmail_torch.errors import ConfigError, MailboxUnavailable
 from gradientmail_torch.patterns.steering.queues.base import ServerInfo
+
+log = logging.getLogger(__name__)
 
 _CANCEL_CHECK_S = 0.5
 
@@ -174,7 +177,11 @@ class _ElasticCounter(ResourceCounter):
             if now - self._looked_at < self._look_again_s:
                 return
             self._looked_at = now
-        present = sum(server.slots for server in self._queues.servers())
+        try:
+            present = sum(server.slots for server in self._queues.servers())
+        except MailboxUnavailable as error:
+            log.warning("nobody knows which task servers are there: %s", error)
+            return
         with self._lock:
             change = present - sum(self._allocated.values())
             if change > 0:

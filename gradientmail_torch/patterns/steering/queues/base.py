@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
-from gradientmail_torch.errors import ConfigError, CorruptObject, NoTaskServer, RunTimeout, ThinkerFailed
+from gradientmail_torch.errors import ConfigError, CorruptObject, MailboxUnavailable, NoTaskServer, RunTimeout, ThinkerFailed
 from gradientmail_torch.patterns.steering.result import FailureInformation, ResourceRequirements, Result
 from gradientmail_torch.patterns.steering.serialization import Method, check_method
 
@@ -50,6 +50,7 @@ class TaskQueues(ABC):
         topics: labels that keep the results of different agents apart; ``default`` is always there.
         serialization_method: ``json`` (with safetensors for tensors and arrays) or ``pickle``.
         keep_inputs: whether results carry their inputs.
+        outage_timeout: seconds that the queue may be away before what waits for it raises.
         server_timeout: seconds that :meth:`get_result` goes on without any task server before it raises
             :class:`~gradientmail_torch.errors.NoTaskServer`. None: it warns every half minute and waits.
     """
@@ -61,6 +62,7 @@ class TaskQueues(ABC):
         keep_inputs: bool = True,
         *,
         server_timeout: float | None = None,
+        outage_timeout: float = 600.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if isinstance(topics, str):
@@ -71,6 +73,7 @@ class TaskQueues(ABC):
         self.role = QueueRole.ANY
         self.clock = clock
         self._server_timeout = server_timeout
+        self._outage_timeout = outage_timeout
         self._reset()
 
     def _reset(self) -> None:
@@ -154,18 +157,26 @@ class TaskQueues(ABC):
         return self._received(self._wait_for_result(topic, timeout))
 
     def _wait_for_result(self, topic: str, timeout: float | None) -> Result:
-        began = self.clock.monotonic()
+        began = answered = self.clock.monotonic()
         vigil = _Vigil(self, self._server_timeout)
         while True:
             left = SLICE_S if timeout is None else began + timeout - self.clock.monotonic()
-            found = self._take_result(topic, min(max(left, 0.0), SLICE_S))
-            if found is not None:
-                return found
+            wait_s = min(max(left, 0.0), SLICE_S)
+            try:
+                found = self._take_result(topic, wait_s)
+                if found is not None:
+                    return found
+                vigil.look()
+                answered = self.clock.monotonic()
+            except MailboxUnavailable as error:
+                if self.clock.monotonic() - answered > self._outage_timeout:
+                    raise
+                log.warning("%r does not answer, waiting for it: %s", self, error)
+                self.clock.sleep(wait_s)
             if self._abandoned is not None:
                 raise ThinkerFailed("another agent of the Thinker has failed, so nobody waits any more") from self._abandoned
             if left <= 0:
                 raise RunTimeout(f"no result of topic {topic!r} within {timeout:g} s; {self.active_count} tasks are under way in {self!r}")
-            vigil.look()
 
     def _received(self, result: Result) -> Result:
         try:

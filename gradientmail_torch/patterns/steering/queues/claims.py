@@ -15,7 +15,7 @@ import msgspec
 
 from gradientmail_torch import messages
 from gradientmail_torch.clock import Clock
-from gradientmail_torch.errors import CorruptObject, InvalidName, KillSignal, MailboxError, WorkFenced
+from gradientmail_torch.errors import CorruptObject, InvalidName, KillSignal, MailboxError, MailboxUnavailable, WorkFenced
 from gradientmail_torch.keys import RequestKey, parse_request
 from gradientmail_torch.messages import MAX_RECORD_BYTES, Count, Nonce, Record
 from gradientmail_torch.patterns.leased_work import Claim, LeasedWork, Outcome
@@ -61,7 +61,7 @@ class Presence:
         self._clock = clock
         self._count = 0
         self._ending = threading.Event()
-        self._say()
+        self._try()
         self._task = clock.spawn(self._run, name=f"steering presence of {info.server_id}")
 
     def close(self) -> None:
@@ -74,10 +74,13 @@ class Presence:
 
     def _run(self) -> None:
         while not self._clock.wait(self._ending, self._interval_s):
-            try:
-                self._say()
-            except MailboxError as error:  # the next one may get through
-                log.warning("no heartbeat of %s: %s", self._info.server_id, error)
+            self._try()
+
+    def _try(self) -> None:
+        try:
+            self._say()
+        except MailboxUnavailable as error:  # the next one may get through
+            log.warning("no heartbeat of %s: %s", self._info.server_id, error)
 
     def _say(self) -> None:
         self._count += 1
@@ -150,8 +153,11 @@ class TaskClaims:
         if now < self._watch_at:
             return
         self._watch_at = now + self._work.poll_limit / 2
-        for item in list(self._contended):
-            self._work.is_free(item)
+        try:
+            for item in list(self._contended):
+                self._work.is_free(item)
+        except MailboxUnavailable as error:
+            log.warning("the tasks of others cannot be watched: %s", error)
 
     def _look_for_stop(self) -> None:
         now = self._clock.monotonic()

@@ -15,7 +15,7 @@ from gradientmail_torch import messages
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, CorruptObject, InvalidName, MailboxUnavailable
 from gradientmail_torch.keys import ResultKey, TaskKeys, decode_name, last_segment, parse_request, parse_result
-from gradientmail_torch.mailbox import Mailbox, open_mailbox
+from gradientmail_torch.mailbox import Mailbox, RetryingMailbox, open_mailbox
 from gradientmail_torch.messages import MAX_RECORD_BYTES
 from gradientmail_torch.patterns.heartbeat import Attentive, Observation
 from gradientmail_torch.patterns.leased_work import LeasedWork, Outcome
@@ -32,7 +32,8 @@ class MailboxQueues(TaskQueues):
 
     A request is an object that stays until its result has been acknowledged, so nothing is lost when the Thinker or
     a server dies: another server takes the task over after ``lease`` seconds, and a new Thinker calls
-    :meth:`recover`. Each task has exactly one result. Per task this takes about seven requests.
+    :meth:`recover`. Each task has exactly one result; after :meth:`recover` a Thinker may be shown one again that it has
+    acknowledged, when the store carried out the request very late. Per task this takes about seven requests.
 
     Args:
         mailbox: a mailbox, or its URL. To start a server in another process it must be the URL.
@@ -64,6 +65,7 @@ class MailboxQueues(TaskQueues):
         inline_bytes: int = 32 << 10,
         max_value_bytes: int = 4 << 30,
         server_timeout: float | None = None,
+        outage_timeout: float = 600.0,
         clock: Clock = SYSTEM_CLOCK,
         rng: random.Random | None = None,
     ) -> None:
@@ -80,12 +82,16 @@ class MailboxQueues(TaskQueues):
         self._rng = rng or random.Random()
         self._where = mailbox
         self._mailbox = open_mailbox(mailbox, clock=clock)
-        super().__init__(topics, serialization_method, keep_inputs, server_timeout=server_timeout, clock=clock)
+        super().__init__(
+            topics, serialization_method, keep_inputs, server_timeout=server_timeout, outage_timeout=outage_timeout, clock=clock
+        )
 
     def _reset(self) -> None:
         super()._reset()
         self._attentive = Attentive(self._mailbox, lease=self._lease, clock=self.clock)
-        self._store = TaskStore(self._attentive, self._keys, **self._sizes, allow_pickle=self.serialization_method == "pickle")
+        self._patient = RetryingMailbox(self._attentive, patience_s=self._outage_timeout, clock=self.clock, rng=self._rng)
+        where = self._attentive if self.role is QueueRole.SERVER else self._patient
+        self._store = TaskStore(where, self._keys, **self._sizes, allow_pickle=self.serialization_method == "pickle")
         self._items: dict[str, str] = {}  # by task ID: asked for, last result not taken yet
         self._requests: dict[str, str] = {}  # key of the request by task ID, until it is acknowledged
         self._parts: dict[str, list[str]] = {}  # keys of intermediate results that were taken, by task ID
@@ -102,6 +108,7 @@ class MailboxQueues(TaskQueues):
         own = (
             "_store",
             "_attentive",
+            "_patient",
             "_items",
             "_requests",
             "_parts",
@@ -139,7 +146,7 @@ class MailboxQueues(TaskQueues):
             self._items[task.task_id] = item
             self._requests[task.task_id] = request
         try:
-            self._attentive.put(request, record)
+            self._patient.put(request, record)
         except BaseException:
             with self._lock:
                 self._items.pop(task.task_id, None)
@@ -151,25 +158,33 @@ class MailboxQueues(TaskQueues):
         with self._lock:
             opened, self._opened = self._opened, True
         if not opened:
-            self._attentive.delete(self._keys.stop())
+            self._patient.delete(self._keys.stop())
 
     def cancel(self, task_id: str) -> bool:
         with self._lock:
             item, request = self._items.get(task_id), self._requests.get(task_id)
         if item is None or request is None:
             return False
-        record = self._attentive.get(request, length=MAX_RECORD_BYTES + 1)
+        record = self._patient.get(request, length=MAX_RECORD_BYTES + 1)
         if record is None:
             return False
         task = self._store.load(record)
         task.set_failure(FailureInformation(exception="the task was cancelled"))
-        with LeasedWork(self._attentive, self._keys, learner_id="thinker", lease=self._lease, clock=self.clock, rng=self._rng) as work:
+        with LeasedWork(
+            self._attentive,
+            self._keys,
+            learner_id="thinker",
+            lease=self._lease,
+            outage_timeout=self._outage_timeout,
+            clock=self.clock,
+            rng=self._rng,
+        ) as work:
             value, _ = self._store.dump(task, item, "inputs")
             return work.decide(item, status="skipped", value=msgspec.Raw(value)).status == "skipped"
 
     def recover(self) -> list[str]:
         found = []
-        for key in self._attentive.list(self._keys.requests()):
+        for key in self._patient.list(self._keys.requests()):
             try:
                 request = parse_request(key)
             except InvalidName as error:
@@ -187,7 +202,7 @@ class MailboxQueues(TaskQueues):
 
     def send_kill_signal(self, drain: bool = True) -> None:
         self._check_role(QueueRole.CLIENT, "send_kill_signal")
-        self._attentive.put(self._keys.stop(), messages.encode(StopRecord(nonce=f"{self._rng.getrandbits(64):016x}", drain=drain)))
+        self._patient.put(self._keys.stop(), messages.encode(StopRecord(nonce=f"{self._rng.getrandbits(64):016x}", drain=drain)))
         with self._lock:
             self._opened = False
 
@@ -275,7 +290,7 @@ class MailboxQueues(TaskQueues):
         about = parse_result(key)
         try:
             if about.part is None:
-                outcome = messages.read(self._mailbox, Outcome, key)
+                outcome = messages.read(self._attentive, Outcome, key)
                 if outcome is None:
                     raise CorruptObject(f"the result {key!r} is gone from {self._mailbox!r}")
                 result = self._store.load(bytes(outcome.value))
@@ -302,9 +317,9 @@ class MailboxQueues(TaskQueues):
             parts = self._parts.pop(result.task_id, [])
             self._known.difference_update(parts if ended else ())
         if request is not None:
-            self._attentive.delete(request)
+            self._patient.delete(request)
         for key in parts:
-            self._attentive.delete(key)
+            self._patient.delete(key)
         if request is not None and (result.task_id in self._large or self._store.has_data(result)):
             self._large.discard(result.task_id)
             self._store.delete_data(parse_request(request).item)

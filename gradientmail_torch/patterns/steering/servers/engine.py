@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 from gradientmail_torch.clock import Clock, Task
 from gradientmail_torch.errors import ConfigError, CorruptObject, MailboxUnavailable, WorkFenced
@@ -17,6 +18,7 @@ from gradientmail_torch.patterns.steering.servers.child import Child, ChildDied,
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Isolation = Literal["process", "thread"]
 
 
@@ -140,7 +142,7 @@ class Slot:
             run.set_failure(unknown(task, self._methods))
             return run
         try:
-            run = self._queues.ready(run)
+            run = self._patiently(partial(self._queues.ready, run))
             if self._settings.isolation == "thread":
                 worker = WorkerInformation(server=self._server, attempt=attempt)
                 return execute(method, run, emit=lambda part: self._stream(part, task), worker=worker, clock=self._clock)
@@ -179,19 +181,21 @@ class Slot:
         self._send(part)
 
     def _send(self, result: Result) -> None:
-        """Send ``result``; a queue that does not answer is given time, for the work is done."""
+        try:
+            self._patiently(partial(self._queues.send_result, result))
+        except WorkFenced as error:
+            log.info("%s", error)
+
+    def _patiently(self, operation: Callable[[], T]) -> T:
+        """Do ``operation``; a queue that does not answer is given time, since a task, or its result, is at stake."""
         began = self._clock.monotonic()
         while True:
             try:
-                self._queues.send_result(result)
-                return
-            except WorkFenced as error:
-                log.info("%s", error)
-                return
+                return operation()
             except MailboxUnavailable as error:
                 if self._clock.monotonic() - began >= self._settings.outage_timeout_s:
                     raise
-                log.warning("a result waits for the queue to answer: %s", error)
+                log.warning("%s waits for the queue to answer: %s", self._server, error)
                 self._clock.sleep(1.0)
 
 
