@@ -42,6 +42,15 @@ check: venv ## style, types, imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: venv ## the documentation as a site
+	$(BIN)/sphinx-build -W -q -b html docs out/docs
+
+simulate: venv ## the real code on a simulated cluster, SEEDS scenarios
+	$(BIN)/python -m gradientmail_torch.testing.explore --seeds $(SEEDS)
+
+bench: venv ## ours and the peers on the same work
+	$(BIN)/python -m benchmarks all
+
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

@@ -105,6 +105,9 @@ class S3Mailbox:
         first = self._get_part(key, start, PART_BYTES)
         if first is None or len(first.content) < PART_BYTES:
             return first.content if first is not None else None
+        if first.object_bytes == 0:  # the store does not say how much there is
+            whole = self._get_part(key, start, length)
+            return whole.content if whole is not None else None
         end = min(start + length, first.object_bytes)
         offsets = range(start + PART_BYTES, end, PART_BYTES)
         with ThreadPoolExecutor(PARTS_AT_A_TIME, thread_name_prefix="gradientmail-get") as pool:
