@@ -45,12 +45,14 @@ class FaultProxy:
     """Forwards to ``host:port`` from :attr:`port` of loopback. Use as a context manager.
 
     Set :attr:`fault` to choose what strikes a request, :attr:`down` for an outage, :attr:`bytes_per_s` to limit
-    each transfer; all may change at any time.
+    each transfer, :attr:`answered` to watch; all may change at any time.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self.upstream = (host, port)
         self.fault: Callable[[Request], Fault | None] = lambda request: None
+        self.answered: Callable[[Request, int], object] = lambda request, status: None
+        """Told of each request that the server has answered, with the status; also where the answer is lost then."""
         self.down = False
         self.bytes_per_s = float("inf")
         self.fired: Counter[Fault] = Counter()
@@ -121,7 +123,8 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             conditional = self.headers.get("If-None-Match") is not None
-            fault = proxy.choose(Request(method=self.command, path=self.path, conditional=conditional))
+            request = Request(method=self.command, path=self.path, conditional=conditional)
+            fault = proxy.choose(request)
             if fault is Fault.HANG_UP:
                 self.close_connection = True
                 return
@@ -134,6 +137,7 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
             except OSError:  # the server behind is away
                 self.close_connection = True
                 return
+            proxy.answered(request, status)
             _take_time(len(answer))
             if fault is Fault.LOSE_ANSWER:
                 self.close_connection = True
