@@ -250,6 +250,7 @@ def test_stale_claims_are_passed_one_after_the_other(world: Any) -> None:
 
 def test_an_attempt_of_our_own_that_was_cut_short_goes_on_without_another_claim(world: Any) -> None:
     a = world.node("a", algorithm())
+    world.meet()  # it lives, so to others its claim is not stale
     offer(a)
     a.run.mailbox = Refusals(world.mailbox, put_below("data/"))
     with pytest.raises(MailboxUnavailable):
@@ -409,6 +410,48 @@ def test_a_commit_made_before_a_crash_stands(world: Any) -> None:
     second.merge(1)
     assert world.commit(1) == commit
     assert commit.by == first_.id
+
+
+# --- calling -------------------------------------------------------------------------------------------
+
+
+def test_a_contribution_of_another_makes_ones_own_due_at_the_next_step(world: Any) -> None:
+    a, b = world.node("a", algorithm(grace=100.0)), world.node("b", algorithm(grace=100.0))
+    world.meet()
+    a.train(steps=2)
+    assert a.fragment.pending is None
+    offer(b)
+    a.tick("syncer")
+    assert a.fragment.pending is None, "at a step boundary"
+    a.train()
+    assert a.fragment.pending.work.steps == 3
+
+
+def test_ones_own_contribution_calls_nobody_and_without_called_none_does(world: Any) -> None:
+    a, b = world.node("a", algorithm(grace=100.0)), world.node("b", algorithm(grace=100.0, called=False))
+    world.meet()
+    offer(a)
+    a.tick("syncer")
+    assert not a.fragment.called
+    b.train()
+    b.tick("syncer")
+    b.train()
+    assert b.fragment.pending is None
+
+
+def test_a_call_to_a_round_that_has_closed_meanwhile_is_no_call_to_the_next(world: Any) -> None:
+    a, b = world.node("a", algorithm(grace=100.0)), world.node("b", algorithm())
+    world.meet()
+    a.train()
+    offer(b)
+    a.tick("syncer")
+    assert a.fragment.called
+    b.merge(1)
+    b.tick("aligner", "heartbeat")
+    a.tick("observer", "aligner")
+    a.train()
+    assert a.fragment.version == 1
+    assert a.fragment.pending is None
 
 
 # --- what a commit says --------------------------------------------------------------------------------
