@@ -1,0 +1,301 @@
+"""An account of every object that a simulated run has ever held, and what must be true of them after each request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gradientmail_torch import keys
+from gradientmail_torch.algorithms import Algorithm, wire
+from gradientmail_torch.algorithms.merge import Weighted, merge
+from gradientmail_torch.mailbox.memory import MemoryMailbox
+from gradientmail_torch.messages import Claim, Commit, Contribution, DataRef, LeftOut, Manifest, Merged, TensorSpec, decode
+from gradientmail_torch.session.parameters import difference, total
+from gradientmail_torch.session.run import INITIAL_NONCE, outer_specs
+from gradientmail_torch.testing.network import Event
+from gradientmail_torch.testing.training import arithmetic
+from gradientmail_torch.testing.training.violations import Invariant, Violation
+
+Round = tuple[int, int]
+"""A fragment and the version that the round leads to."""
+
+_OVERWRITTEN = ("data", "init", "beats")
+_SEEN_BY = 1e-6  # relative; what float64 and fp32 make of the same numbers may differ by
+
+
+class Ledger:
+    """Is told of each request that takes effect, and remembers what the store forgets."""
+
+    def __init__(
+        self,
+        store: MemoryMailbox,
+        algorithm: Algorithm,
+        *,
+        keep: int | None,
+        now_s: Callable[[], float],
+        was_silent: Callable[[str, float], bool],
+    ) -> None:
+        self._store = store
+        self._algorithm = algorithm
+        self._keep = keep
+        self._now_s = now_s
+        self._was_silent = was_silent
+        self.manifest: Manifest | None = None
+        self.objects: dict[str, bytes] = {}
+        """Every object of tensors that was ever written."""
+        self._written_at: dict[str, float] = {}
+        self.commits: dict[Round, Commit] = {}
+        self.values: dict[Round, list[Tensor]] = {}
+        self.newest: dict[int, int] = {}
+        self.records: dict[Round, dict[str, Contribution]] = {}
+        self.recorded_at: dict[Round, dict[str, float]] = {}
+        self.merged: dict[str, Round] = {}
+        """The round of every contribution that is in a commit, by nonce."""
+        self.left_out: dict[str, LeftOut] = {}
+        self.spoilt: set[str] = set()
+        """Objects that somebody has altered or removed, by key."""
+        self._claimed_at: dict[Round, dict[tuple[str, int], float]] = {}
+
+    # --- requests ---------------------------------------------------------------------------------------
+
+    def observed(self, event: Event) -> None:
+        kind = event.key.partition("/")[0]
+        if event.what == "put":
+            self._put(event.key, kind)
+        elif event.what == "delete":
+            self._deleted(event.key, kind)
+        elif event.what == "put_if_absent" and event.outcome.startswith("created"):
+            body = self._store.get(event.key)
+            assert body is not None
+            match kind:
+                case "commits":
+                    self._committed(event.key, decode(Commit, body, key=event.key))
+                case "rounds":
+                    self._recorded(event.key, decode(Contribution, body, key=event.key))
+                case "claims":
+                    where = keys.parse_round(event.key)
+                    self._claimed(where[:2], body)
+                case keys.RUN:
+                    self._founded(decode(Manifest, body, key=event.key))
+
+    def _put(self, key: str, kind: str) -> None:
+        if kind in ("data", "init"):
+            body = self._store.get(key)
+            assert body is not None
+            self._written_at[key] = self._now_s()
+            if self.objects.setdefault(key, body) != body:
+                raise Violation(Invariant.KEPT, f"{key} was written anew with other bytes")
+        elif kind == "commits":
+            raise Violation(Invariant.ONE_COMMIT, f"{key} was overwritten")
+        elif kind in ("rounds", "claims", "learners", "run.json", "barriers"):
+            raise Violation(Invariant.ONE_LIFE if kind == "learners" else Invariant.COMPLETE, f"{key} was overwritten")
+
+    def _deleted(self, key: str, kind: str) -> None:
+        if kind == "commits":
+            raise Violation(Invariant.ONE_COMMIT, f"{key} was deleted: who slept may create it again")
+        if kind == "barriers":
+            raise Violation(Invariant.BARRIER, f"{key} was deleted")
+        if kind in ("learners", "run.json"):
+            raise Violation(Invariant.ONE_LIFE, f"{key} was deleted")
+        if kind in ("rounds", "claims"):
+            fragment, version, _ = keys.parse_round(key)
+            if version > self.newest.get(fragment, 0):
+                raise Violation(Invariant.KEPT, f"{key} of an open round was deleted")
+        if kind == "init" and self.manifest is not None and key in {ref.key for ref in self.manifest.initial}:
+            raise Violation(Invariant.KEPT, f"{key}, an initial value of the run, was deleted")
+        if kind == "data" and not self._is_a_dead_learners(key):
+            for ref, why in self._needed(keys.parse_round(key).fragment):
+                if ref.key == key:
+                    raise Violation(Invariant.KEPT, f"{key} was deleted: {why} names it")
+
+    def _needed(self, fragment: int) -> Iterator[tuple[DataRef, str]]:
+        """The data of a fragment that a commit within ``keep`` or an open record names."""
+        newest = self.newest.get(fragment, 0)
+        oldest = 1 if self._keep is None else max(1, newest - self._keep + 1)
+        for version in range(oldest, newest + 1):
+            for ref in _refs(self.commits[fragment, version]):
+                yield ref, f"version {version} of {newest}"
+        while 1 < oldest <= newest and self.commits[fragment, oldest].parameters is None:
+            oldest -= 1
+            for each in (self.commits[fragment, oldest].parameters, self.commits[fragment, oldest].update):
+                if each is not None:
+                    yield each, f"the way to the versions up to {newest}"
+                    break
+        for (of, version), records in self.records.items():
+            if of == fragment and version > newest:
+                for learner_id, record in records.items():
+                    yield record.data, f"the record of {learner_id} in the open round {version}"
+
+    # --- what is created --------------------------------------------------------------------------------
+
+    def _founded(self, manifest: Manifest) -> None:
+        for fragment, ref in enumerate(manifest.initial):
+            self._require_there(ref, "the run")
+            self.values[fragment, 0] = self.tensors(ref, manifest.layout[fragment])
+        self.manifest = manifest
+
+    def _claimed(self, where: Round, body: bytes) -> None:
+        claim = decode(Claim, body, key="claims")
+        self._claimed_at.setdefault(where, {})[claim.learner_id, claim.generation] = self._now_s()
+
+    def _recorded(self, key: str, record: Contribution) -> None:
+        fragment, version, learner_id = keys.parse_round(key)
+        self.records.setdefault((fragment, version), {})[learner_id] = record
+        self.recorded_at.setdefault((fragment, version), {})[learner_id] = self._now_s()
+        if version > self.newest.get(fragment, 0):
+            self._require_there(record.data, f"the record {key}")
+
+    def _is_a_dead_learners(self, key: str) -> bool:
+        """Whether a contribution's learner could be taken for dead since it was written: then it may be swept away."""
+        dead = keys.is_delta(key) and self._was_silent(keys.data_owner(key), self._written_at[key])
+        if dead:
+            self.spoilt.add(key)
+        return dead
+
+    def _require_there(self, ref: DataRef, whose: str) -> None:
+        if ref.key not in self.spoilt and self._store.get(ref.key) != self.objects.get(ref.key, b"never written"):
+            raise Violation(Invariant.KEPT, f"{whose} names {ref.key}, which is not there")
+
+    def _committed(self, key: str, commit: Commit) -> None:
+        fragment, version, _ = keys.parse_round(key)
+        where = (fragment, version)
+        if where in self.commits:
+            raise Violation(Invariant.ONE_COMMIT, f"{key} was created a second time")
+        if version != self.newest.get(fragment, 0) + 1:
+            raise Violation(Invariant.ONE_COMMIT, f"{key} follows version {self.newest.get(fragment, 0)}")
+        for ref in _refs(commit):
+            self._require_there(ref, key)
+        self._check_parts(key, where, commit)
+        self._check_complete(key, where, commit)
+        values = self._read_values(where, commit)
+        self._check_values(key, where, commit, values)
+        self.commits[where], self.values[where], self.newest[fragment] = commit, values, version
+        self.merged |= dict.fromkeys((merged.nonce for merged in commit.merged), where)
+        self.left_out |= {left_out.nonce: left_out for left_out in commit.left_out}
+
+    def _check_parts(self, key: str, where: Round, commit: Commit) -> None:
+        if len(nonces := [merged.nonce for merged in commit.merged]) != len({*nonces}) or nonces != sorted(nonces):
+            raise Violation(Invariant.REPLAY, f"{key} names its contributions out of order: {nonces}")
+        for merged in commit.merged:
+            if merged.nonce in self.merged:
+                raise Violation(
+                    Invariant.MERGED_ONCE, f"{merged.nonce} of {merged.learner_id} is in {key} and in {self.merged[merged.nonce]}"
+                )
+            record = self.records.get(where, {}).get(merged.learner_id)
+            if record is None or _named(merged) != _named(record) or merged.weight != record.samples * (record.samples / record.steps):
+                raise Violation(Invariant.REPLAY, f"{key} has {merged}, the round has {record}")
+        for left_out in commit.left_out:
+            if self.records[where][left_out.learner_id].data.key not in self.spoilt:
+                raise Violation(Invariant.COMPLETE, f"{key} leaves {left_out.learner_id} out without reason: {left_out.reason}")
+
+    def _check_complete(self, key: str, where: Round, commit: Commit) -> None:
+        """Whoever merges lists the round after it has claimed it."""
+        claimed_at = self._claimed_at.get(where, {}).get((commit.by, commit.generation), float("-inf"))
+        there = {learner_id for learner_id, at_s in self.recorded_at.get(where, {}).items() if at_s < claimed_at}
+        named = {merged.learner_id for merged in commit.merged} | {left_out.learner_id for left_out in commit.left_out}
+        if not there <= named:
+            raise Violation(Invariant.COMPLETE, f"{key} says nothing of {there - named}, who were in the round before it was claimed")
+
+    # --- what a commit holds ----------------------------------------------------------------------------
+
+    def tensors(self, ref: DataRef, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        return wire.decode(self.objects[ref.key], specs, ref.wire, key=ref.key)
+
+    def specs(self, fragment: int) -> tuple[TensorSpec, ...]:
+        assert self.manifest is not None
+        return self.manifest.layout[fragment]
+
+    def delta(self, fragment: int, nonce: str) -> list[Tensor]:
+        """What a contribution that is in a commit has brought."""
+        merged = next(each for each in self.commits[self.merged[nonce]].merged if each.nonce == nonce)
+        return self.tensors(merged.data, self.specs(fragment))
+
+    def _read_values(self, where: Round, commit: Commit) -> list[Tensor]:
+        specs = self.specs(where[0])
+        found = []
+        if commit.update is not None:
+            found.append(total(self.values[where[0], where[1] - 1], self.tensors(commit.update, specs), specs))
+        if commit.parameters is not None:
+            found.append(self.tensors(commit.parameters, specs))
+        if not found or not same_bits(found[0], found[-1]):
+            raise Violation(Invariant.SAME_BITS, f"{where} has no value, or two")
+        return found[0]
+
+    def _check_values(self, key: str, where: Round, commit: Commit, values: list[Tensor]) -> None:
+        fragment, version = where
+        specs, records, outer = self.specs(fragment), self.records.get(where, {}), self._algorithm.outer
+        before, previous = self.values[fragment, version - 1], self.commits.get((fragment, version - 1))
+        state = self.tensors(previous.outer, outer_specs(specs)) if previous is not None and previous.outer is not None else None
+        after_state = self.tensors(commit.outer, outer_specs(specs)) if commit.outer is not None else None
+        parts = {learner_id: self._part(records[learner_id], specs) for learner_id in sorted(records)}
+        mine = [parts[merged.learner_id] for merged in commit.merged]
+        listed = [*mine, *(parts[left_out.learner_id] for left_out in commit.left_out)]
+        if commit.method != (how := arithmetic.method(self._algorithm.merge, len(listed))):
+            raise Violation(Invariant.REPLAY, f"{key} merges {len(listed)} by {commit.method}, not by {how}")
+        if not mine:
+            if not same_bits(values, before) or not same_bits(state or [], after_state or []):
+                raise Violation(Invariant.REPLAY, f"{key} merges nothing, and changes the fragment")
+            return
+        expected, velocities = arithmetic.outer_step(outer, before, arithmetic.merged(mine, listed, how), state, version)
+        rounding = 0.0 if self._algorithm.commit_wire == "fp32" else 2.0**-7
+        for value, should, start in zip(values, expected, before, strict=True):
+            _require_close(key, value, should, start, rounding)
+        if outer.stateful and after_state is None:
+            raise Violation(Invariant.REPLAY, f"{key} has no outer state")
+        for after, velocity in zip(after_state or [], velocities, strict=False):
+            _require_close(f"the outer state of {key}", after, velocity, velocity, 0.0)
+        self._replay(key, where, commit, values, after_state, state)
+
+    def _part(self, record: Contribution, specs: Sequence[TensorSpec]) -> arithmetic.Part:
+        return arithmetic.Part(steps=record.steps, samples=record.samples, deltas=self.tensors(record.data, specs))
+
+    def _replay(
+        self, key: str, where: Round, commit: Commit, values: list[Tensor], after_state: list[Tensor] | None, state: list[Tensor] | None
+    ) -> None:
+        """The same code on the same records gives the same bits."""
+        fragment, version = where
+        specs, algorithm, before = self.specs(fragment), self._algorithm, self.values[fragment, version - 1]
+        weighted = [
+            Weighted(
+                weight=merged.weight,
+                tensors=self.tensors(merged.data, specs),
+                norms=self.records[where][merged.learner_id].norms,
+                clips={int(place): factor for place, factor in merged.clips.items()},
+            )
+            for merged in commit.merged
+        ]
+        again, state_again = algorithm.outer.step(before, merge(lambda: weighted, specs, commit.method), state, specs, version)  # type: ignore[arg-type]
+        if algorithm.commit_wire != "fp32":
+            sent = wire.encode(difference(again, before, specs), specs, algorithm.commit_wire)
+            again = total(before, wire.decode(sent, specs, algorithm.commit_wire, key=key), specs)
+        if not same_bits(again, values) or not same_bits(state_again or [], after_state or []):
+            raise Violation(Invariant.REPLAY, f"{key}, replayed, gives other bits: {again}, not {values}")
+
+    def check_adopted(self, who: str, fragment: int, version: int, nonce: str, values: Sequence[Tensor]) -> None:
+        if nonce != (self.commits[fragment, version].nonce if version else INITIAL_NONCE):
+            raise Violation(Invariant.SAME_BITS, f"{who} took version {version} of fragment {fragment} for commit {nonce}")
+        self.check_values(who, fragment, version, values)
+
+    def check_values(self, who: str, fragment: int, version: int, values: Sequence[Tensor]) -> None:
+        if not same_bits(values, self.values[fragment, version]):
+            raise Violation(Invariant.SAME_BITS, f"{who} has {values} as version {version}, not {self.values[fragment, version]}")
+
+
+def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(a, b, strict=True))
+
+
+def _refs(commit: Commit) -> list[DataRef]:
+    return [ref for ref in (commit.update, commit.parameters, commit.outer) if ref is not None]
+
+
+def _named(part: Merged | Contribution) -> tuple[object, ...]:
+    return (part.nonce, part.learner_id, part.generation, part.steps, part.samples, part.data, part.anchor)
+
+
+def _require_close(what: str, value: Tensor, should: Tensor, start: Tensor, rounding: float) -> None:
+    room = 1e-3 + _SEEN_BY * float(start.abs().max() + should.abs().max()) + rounding * (should - start.double()).abs()
+    if not bool(((value.double() - should).abs() <= room).all()):
+        raise Violation(Invariant.REPLAY, f"{what} is {value.tolist()}; its contributions make {should.tolist()}")
