@@ -158,8 +158,14 @@ class Replica:
             fragment.base = self._access.write(fragment.index, fragment.values)
 
     def next_step_due(self) -> int:
-        """The total of steps before which no fragment is due by steps alone."""
-        return min((f.due_at_step for f in self.fragments if f.pending is None), default=1 << 62)
+        """The total of steps before which no fragment is due by steps alone, nor stale."""
+        return min(self._next_step_due(fragment) for fragment in self.fragments)
+
+    def _next_step_due(self, fragment: Fragment) -> int:
+        if fragment.pending is None:
+            return fragment.due_at_step
+        stale_at = fragment.adopted_at_step + self._algorithm.max_staleness * self._algorithm.sync_every + 1
+        return stale_at if stale_at > self.total.steps else 1 << 62  # it has been said
 
     def due(self, fragment: Fragment) -> bool:
         work = self.uncontributed(fragment)

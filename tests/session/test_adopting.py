@@ -255,3 +255,23 @@ def test_a_learners_own_steps_on_an_old_base_are_counted_and_waiting_adds_none(w
     a.contribute()
     a.clock.advance(10_000)
     assert a.session.stats().staleness_steps == 3
+
+
+def test_beyond_the_staleness_bound_a_warning_is_given_once_though_nothing_else_happens(
+    world: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The upload hangs: nothing is due, and nothing comes from the background."""
+    a = world.node("a", algorithm(sync_every=4, max_staleness=2))
+    a.train(1.0, steps=4)
+    assert a.fragment.pending is not None
+    a.train(1.0, steps=4)
+    assert a.session.stats().tally.stale_warnings == 0
+    a.train(1.0, steps=20)
+    assert a.session.stats().tally.stale_warnings == 1
+    assert len([record for record in caplog.records if "steps on a base that the run has left" in record.message]) == 1
+    world.turn(8)
+    a.train(1.0)
+    assert a.session.stats().staleness_steps == 0
+    assert a.w == [29.0, 29.0], "nothing is lost"
+    a.train(1.0, steps=20)
+    assert a.session.stats().tally.stale_warnings == 2
