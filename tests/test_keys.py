@@ -12,7 +12,7 @@ from gradientmail_torch import keys
 from gradientmail_torch.errors import ConfigError, InvalidName
 
 NAMES = st.text(st.characters(), min_size=1, max_size=16)
-IDS = st.from_regex(keys._LEARNER_ID, fullmatch=True)
+IDS = st.from_regex(keys.LEARNER_ID, fullmatch=True)
 SMALL = st.integers(0, 9999)
 VERSIONS = st.integers(0, 10**10 - 1)
 LIVES = st.integers(0, 10**6 - 1)
