@@ -7,6 +7,7 @@ written into the run's manifest; the others may differ from node to node.
 from __future__ import annotations
 
 import math
+from abc import ABC
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,7 +33,7 @@ class Pace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm:
+class Algorithm(ABC):  # noqa: B024 (a dataclass without such a base is final to jsonargparse, which reads the YAMLs)
     """Base of the algorithms.
 
     Args:
@@ -53,7 +54,7 @@ class Algorithm:
     merge: MergeRule = "auto"
     wire: Wire = "bf16"
     commit_wire: Wire = "bf16"
-    whole_every: int = 16
+    whole_every: int = 4
     buffers: bool = True
     max_staleness: int = 2
 

@@ -12,7 +12,7 @@ from gradientmail_torch.errors import ConfigError
 from gradientmail_torch.messages import TensorSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, which jsonargparse cannot read defaults from
 class OuterSGD:
     """SGD on the merged delta, which stands for the negative gradient; optionally with (Nesterov) momentum.
 

@@ -84,7 +84,7 @@ def test_what_all_learners_must_share_is_flat_and_in_the_manifest() -> None:
         "buffers": True,
         "quorum": 2,
         "commit_wire": "bf16",
-        "whole_every": 16,
+        "whole_every": 4,
         "outer.lr": 0.5,
         "outer.momentum": 0.0,
         "outer.nesterov": True,
