@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from gradientmail_torch import config
@@ -14,7 +14,7 @@ from gradientmail_torch.keys import check_learner_id
 from gradientmail_torch.mailbox import Mailbox, open_mailbox
 from gradientmail_torch.session import Settings
 
-MailboxLike = str | os.PathLike[str] | Mailbox
+MailboxLike = str | Path | Mailbox
 
 
 @dataclass(kw_only=True)

@@ -94,7 +94,7 @@ def test_without_a_strategy_the_environment_says_where(tmp_path: Path, monkeypat
 
 def test_start_and_epoch_barriers_that_run_out_of_time_end_training(mailbox: Mailbox) -> None:
     for barrier in (StartBarrier, EpochBarrier):
-        with pytest.raises(RunTimeout, match="1 of 2 learners arrived within 0.1 s"):
+        with pytest.raises(RunTimeout, match=r"1 of 2 learners arrived within 0.1 s"):
             quiet_trainer(callbacks=[barrier(2, mailbox, **ME, timeout=0.1)]).fit(Tiny(), numbers())
 
 
