@@ -23,7 +23,7 @@ _FOREIGN_THREADS = ("ThreadPoolExecutor-", "asyncio_", "pydevd", "tqdm_monitor",
 # What Lightning and its friends set once and leave.
 _FOREIGN_VARIABLES = {
     *("PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
-    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "CRC32C_SW_MODE"),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tiny import ALGORITHM, QUICK, Tiny, digest, numbers, quiet_trainer
 
 from gradientmail_torch import GradientMailStrategy, Session, align
@@ -247,6 +247,13 @@ def test_figures_reach_every_logger_with_a_prefix_of_ones_own(node: Node, tmp_pa
     quiet_trainer(strategy=node(), logger=loggers, callbacks=[RoundMonitor(prefix="run/")]).fit(Tiny(), numbers())
     for logger in loggers:
         assert "run/stall_ms_per_step" in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+
+def test_figures_reach_tensorboard(node: Node, tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    quiet_trainer(strategy=node(), logger=logger, callbacks=[RoundMonitor()]).fit(Tiny(), numbers())
+    (events,) = Path(logger.log_dir).glob("events.out.tfevents.*")
+    assert b"gradientmail/stall_ms_per_step" in events.read_bytes()
 
 
 def test_without_a_session_there_is_nothing_to_log(tmp_path: Path) -> None:
