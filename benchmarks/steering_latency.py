@@ -145,31 +145,58 @@ def requests_per_task(folder: str, count: int) -> float:
     return spent / count
 
 
+def measure(place: Callable[[str], Any], count: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, place(folder) as queues:
+        one_by_one(queues, "nothing", 3)  # everything is up
+        return {
+            "one_by_one": {method: one_by_one(queues, method, count) for method in SECONDS},
+            "all_at_once": {method: all_at_once(queues, method, count) for method in SECONDS},
+            "load": os.getloadavg()[0],
+        }
+
+
+def best(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure, the round that was disturbed least."""
+    return {
+        "one_by_one": {m: min((r["one_by_one"][m] for r in rounds), key=lambda figure: figure["median_ms"]) for m in SECONDS},
+        "all_at_once": {m: max((r["all_at_once"][m] for r in rounds), key=lambda figure: figure["tasks_per_s"]) for m in SECONDS},
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    at_once = f"{found['tasks']} at once, 2 workers"
+    lines = [
+        f"{'':42}{'added latency of a task, ms (median, p95)':>44}{at_once:>30}",
+        f"{'':42}{'no-op':>22}{'50 ms':>22}{'no-op, tasks/s':>18}{'50 ms, busy':>12}",
+    ]
+    for name, rounds in found["places"].items():
+        figures = best(rounds)
+        single, batch = figures["one_by_one"], figures["all_at_once"]
+        cells = "".join(f"{single[m]['median_ms']:.2f}, {single[m]['p95_ms']:.2f}".rjust(22) for m in SECONDS)
+        lines.append(f"{name:42}{cells}{batch['nothing']['tasks_per_s']:>18.0f}{batch['fifty_milliseconds']['busy']:>12.0%}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=100, help="tasks of each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="times that every place has its turn; the best of each figure counts")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "steering.json")
     options = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine.describe(), "revision": machine.revision(), "tasks": options.tasks, "places": {}}
-    print(f"{'':42}{'added latency of a task, ms (median, p95)':>44}{f'{options.tasks} at once, 2 workers':>30}")
-    print(f"{'':42}{'no-op':>22}{'50 ms':>22}{'no-op, tasks/s':>18}{'50 ms, busy':>12}")
-    for name, place in PLACES.items():
-        with tempfile.TemporaryDirectory() as folder, place(folder) as queues:
-            one_by_one(queues, "nothing", 3)  # everything is up
-            single = {method: one_by_one(queues, method, options.tasks) for method in SECONDS}
-            batch = {method: all_at_once(queues, method, options.tasks) for method in SECONDS}
-        found["places"][name] = {"one_by_one": single, "all_at_once": batch}
-        cells = [f"{single[method]['median_ms']:.2f}, {single[method]['p95_ms']:.2f}" for method in SECONDS]
-        print(
-            f"{name:42}{cells[0]:>22}{cells[1]:>22}{batch['nothing']['tasks_per_s']:>18.0f}{batch['fifty_milliseconds']['busy']:>12.0%}",
-            flush=True,
-        )
+    found: dict[str, Any] = {"machine": machine.describe(), "revision": machine.revision(), "tasks": options.tasks}
+    found["places"] = {name: [] for name in PLACES}
+    for number in range(options.rounds):  # in turn, so that a busy minute of the machine does not hit one place alone
+        for name, place in PLACES.items():
+            print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
+            found["places"][name].append(measure(place, options.tasks))
     with tempfile.TemporaryDirectory() as folder:
         found["requests_per_task_on_s3"] = requests_per_task(folder, options.tasks)
-    print(f"\nRequests to S3 over the life of a task, Thinker and server together: {found['requests_per_task_on_s3']:.1f}")
+    loads = [one["load"] for rounds in found["places"].values() for one in rounds]
+    print(table(found))
+    print(f"\nBest of {options.rounds} rounds; load of the machine {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores.")
+    print(f"Requests to S3 over the life of a task, Thinker and server together: {found['requests_per_task_on_s3']:.1f}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"Written to {options.out}")
 
 
 if __name__ == "__main__":
