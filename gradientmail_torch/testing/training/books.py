@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ class Books:
         named = dict(model.named_parameters())
         self.fragments = [FragmentBooks([named[spec.name].detach() for spec in fragment.specs]) for fragment in self.replica.fragments]
         self.steps = 0
+        self.violation: Violation | None = None
+        """The first one, which is told again by whatever is asked of a broken learner."""
         self._contribute, self._adopt = self.replica.contribute, self.replica.adopt
         self.replica.contribute, self.replica.adopt = self._contributed, self._adopted  # type: ignore[method-assign]
         for fragment, books in zip(self.replica.fragments, self.fragments, strict=True):
@@ -66,6 +69,30 @@ class Books:
     # --- what the session does -------------------------------------------------------------------------
 
     def _contributed(self, fragment: Fragment, nonce: str) -> None:
+        with self._first_violation():
+            self._take(fragment, nonce)
+
+    def _adopted(self, fragment: Fragment) -> bool:
+        with self._first_violation():
+            changed = self._adopt(fragment)
+            if changed:
+                self._ledger.check_adopted(self.who, fragment.index, fragment.version, fragment.nonce, fragment.values)
+                self._settle(fragment, self.fragments[fragment.index])
+                self._check(fragment)
+            return changed
+
+    @contextmanager
+    def _first_violation(self) -> Iterator[None]:
+        """The session, which leaves the run after an error, must not hide it behind what follows from it."""
+        if self.violation is not None:
+            raise self.violation
+        try:
+            yield
+        except Violation as violation:
+            self.violation = violation
+            raise
+
+    def _take(self, fragment: Fragment, nonce: str) -> None:
         staged = fragment.staged
         ready = staged is not None and staged.correction is not None and staged.prepared_for == fragment.state()
         self._contribute(fragment, nonce)
@@ -76,14 +103,6 @@ class Books:
         books = self.fragments[fragment.index]
         self._require(not books.nonce, f"contributes to fragment {fragment.index} while {books.nonce} is on its way")
         books.nonce, books.flying, books.since = nonce, books.since, Work()
-
-    def _adopted(self, fragment: Fragment) -> bool:
-        changed = self._adopt(fragment)
-        if changed:
-            self._ledger.check_adopted(self.who, fragment.index, fragment.version, fragment.nonce, fragment.values)
-            self._settle(fragment, self.fragments[fragment.index])
-            self.check(fragment)
-        return changed
 
     def _settle(self, fragment: Fragment, books: FragmentBooks) -> None:
         """Work out by the commits what has become of the contribution."""
@@ -126,7 +145,11 @@ class Books:
 
     # --- what must hold --------------------------------------------------------------------------------
 
-    def check(self, *fragments: Fragment) -> None:
+    def check(self) -> None:
+        with self._first_violation():
+            self._check()
+
+    def _check(self, *fragments: Fragment) -> None:
         for fragment in fragments or self.replica.fragments:
             books, pending = self.fragments[fragment.index], fragment.pending
             self._require(

@@ -193,7 +193,7 @@ class Learner:
             except RunTimeout:
                 pass
         if self._wait_at("done", 60.0):
-            model, all_have_closed = Model(len(self._change), 0.0), self._world.all_have_closed()
+            model, closed = Model(len(self._change), 0.0), self._world.closed()
             versions = align(model, mailbox=self._box, clock=self._cluster.clock)
             values = [[parameter.detach()] for parameter in model.parameters()]
-            self._world.aligned(str(self.process), versions, values, all_have_closed=all_have_closed)
+            self._world.aligned(str(self.process), versions, values, closed=closed)

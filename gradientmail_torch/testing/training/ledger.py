@@ -21,7 +21,15 @@ from gradientmail_torch.testing.training.violations import Invariant, Violation
 Round = tuple[int, int]
 """A fragment and the version that the round leads to."""
 
-_OVERWRITTEN = ("data", "init", "beats")
+_CREATED_ONCE = {
+    "commits": Invariant.ONE_COMMIT,
+    "rounds": Invariant.COMPLETE,
+    "claims": Invariant.COMPLETE,
+    "learners": Invariant.ONE_LIFE,
+    "barriers": Invariant.BARRIER,
+    keys.RUN: Invariant.ALIGNED,
+}
+"""What is broken where such an object changes, by the first segment of its key."""
 _SEEN_BY = 1e-6  # relative; what float64 and fp32 make of the same numbers may differ by
 
 
@@ -46,6 +54,8 @@ class Ledger:
         self.objects: dict[str, bytes] = {}
         """Every object of tensors that was ever written."""
         self._written_at: dict[str, float] = {}
+        self._bodies: dict[str, bytes] = {}
+        """Of what is created once."""
         self.commits: dict[Round, Commit] = {}
         self.values: dict[Round, list[Tensor]] = {}
         self.newest: dict[int, int] = {}
@@ -62,35 +72,34 @@ class Ledger:
 
     def observed(self, event: Event) -> None:
         kind = event.key.partition("/")[0]
-        if event.what == "put":
-            self._put(event.key, kind)
+        if event.what == "put" and kind in ("data", "init"):
+            self._written(event.key)
         elif event.what == "delete":
             self._deleted(event.key, kind)
-        elif event.what == "put_if_absent" and event.outcome.startswith("created"):
-            body = self._store.get(event.key)
-            assert body is not None
-            match kind:
-                case "commits":
-                    self._committed(event.key, decode(Commit, body, key=event.key))
-                case "rounds":
-                    self._recorded(event.key, decode(Contribution, body, key=event.key))
-                case "claims":
-                    where = keys.parse_round(event.key)
-                    self._claimed(where[:2], body)
-                case keys.RUN:
-                    self._founded(decode(Manifest, body, key=event.key))
+        elif is_creation(event) and kind in _CREATED_ONCE:
+            self._created(event.key, kind)
 
-    def _put(self, key: str, kind: str) -> None:
-        if kind in ("data", "init"):
-            body = self._store.get(key)
-            assert body is not None
-            self._written_at[key] = self._now_s()
-            if self.objects.setdefault(key, body) != body:
-                raise Violation(Invariant.KEPT, f"{key} was written anew with other bytes")
-        elif kind == "commits":
-            raise Violation(Invariant.ONE_COMMIT, f"{key} was overwritten")
-        elif kind in ("rounds", "claims", "learners", "run.json", "barriers"):
-            raise Violation(Invariant.ONE_LIFE if kind == "learners" else Invariant.COMPLETE, f"{key} was overwritten")
+    def _written(self, key: str) -> None:
+        body = self._store.get(key)
+        assert body is not None
+        self._written_at[key] = self._now_s()
+        if self.objects.setdefault(key, body) != body:
+            raise Violation(Invariant.KEPT, f"{key} was written anew with other bytes")
+
+    def _created(self, key: str, kind: str) -> None:
+        body = self._store.get(key)
+        assert body is not None
+        if self._bodies.setdefault(key, body) != body:
+            raise Violation(_CREATED_ONCE[kind], f"{key} was overwritten")
+        match kind:
+            case "commits":
+                self._committed(key, decode(Commit, body, key=key))
+            case "rounds":
+                self._recorded(key, decode(Contribution, body, key=key))
+            case "claims":
+                self._claimed(keys.parse_round(key)[:2], decode(Claim, body, key=key))
+            case keys.RUN:
+                self._founded(decode(Manifest, body, key=key))
 
     def _deleted(self, key: str, kind: str) -> None:
         if kind == "commits":
@@ -103,6 +112,7 @@ class Ledger:
             fragment, version, _ = keys.parse_round(key)
             if version > self.newest.get(fragment, 0):
                 raise Violation(Invariant.KEPT, f"{key} of an open round was deleted")
+            self._bodies.pop(key, None)  # who comes late may make it again
         if kind == "init" and self.manifest is not None and key in {ref.key for ref in self.manifest.initial}:
             raise Violation(Invariant.KEPT, f"{key}, an initial value of the run, was deleted")
         if kind == "data" and not self._is_a_dead_learners(key):
@@ -136,8 +146,7 @@ class Ledger:
             self.values[fragment, 0] = self.tensors(ref, manifest.layout[fragment])
         self.manifest = manifest
 
-    def _claimed(self, where: Round, body: bytes) -> None:
-        claim = decode(Claim, body, key="claims")
+    def _claimed(self, where: Round, claim: Claim) -> None:
         self._claimed_at.setdefault(where, {})[claim.learner_id, claim.generation] = self._now_s()
 
     def _recorded(self, key: str, record: Contribution) -> None:
@@ -281,6 +290,11 @@ class Ledger:
     def check_values(self, who: str, fragment: int, version: int, values: Sequence[Tensor]) -> None:
         if not same_bits(values, self.values[fragment, version]):
             raise Violation(Invariant.SAME_BITS, f"{who} has {values} as version {version}, not {self.values[fragment, version]}")
+
+
+def is_creation(event: Event) -> bool:
+    """Whether a request has made an object, or replaced one."""
+    return event.what == "put" or (event.what == "put_if_absent" and event.outcome.startswith("created"))
 
 
 def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -14,6 +14,7 @@ from gradientmail_torch.messages import Beat, decode
 from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.testing.network import Event
 from gradientmail_torch.testing.process import Process
+from gradientmail_torch.testing.training.ledger import is_creation
 from gradientmail_torch.testing.training.violations import Invariant, Violation
 
 _ABSENT = -1
@@ -85,7 +86,7 @@ class Liveness:
             self._note_silence(life)
             self._beats[life] = decode(Beat, body, key=event.key)
             self._beat_at[life] = event.at_s
-        elif kind == "learners" and event.what == "put_if_absent" and event.outcome.startswith("created"):
+        elif kind == "learners" and is_creation(event):
             self._born(event, keys.parse_life(event.key), process)
 
     def _note_silence(self, life: keys.Life) -> None:
@@ -93,7 +94,11 @@ class Liveness:
             self._silent_at[life.learner_id] = self._now_s()
 
     def silent_since(self, learner_id: str, since_s: float) -> bool:
-        """Whether others may have taken a learner for dead since then."""
+        """Whether others may have taken a learner for dead since then, or have not noticed yet that it is back.
+
+        Who is dead is looked at every fifth time.
+        """
+        since_s -= self._lease_s + 2 * self._slowest_request_s
         life = keys.Life(learner_id, len(self.lives[learner_id]))
         self._note_silence(life)
         return self._silent_at.get(learner_id, float("-inf")) >= since_s or self._born_at.get(life, float("inf")) >= since_s
@@ -119,10 +124,9 @@ class Liveness:
         self._born_at[life] = event.at_s
 
     def _was_silent(self, observer: str, life: keys.Life) -> bool:
-        beat = self._beats.get(life)
-        if beat is not None and beat.state == "ended":
-            return True
         reads = self._seen[observer][life].reads
+        if any(read.state == "ended" for read in reads):
+            return True
         return any(self._silence(observer, reads, read.count) for read in reads)
 
     def _silence(self, observer: str, reads: list[Read], count: int) -> bool:
@@ -196,7 +200,7 @@ class Liveness:
             if life.learner_id in recorded_at or life.generation != len(self.lives[life.learner_id]) or seen.training_since_s is None:
                 continue
             known = seen.training_since_s < quorum_at_s - self._lease_s / 3
-            if known and seen.had_news(quorum_at_s, event.at_s, self._lease_s / 2):
+            if known and seen.had_news(quorum_at_s, event.at_s, self._lease_s / 3):
                 raise Violation(
                     Invariant.GRACE,
                     f"{event.key} was created {waited_s:.1f} s after its quorum, without {life.learner_id}, who is in training; "

@@ -17,7 +17,7 @@ from gradientmail_torch.testing.network import Event
 from gradientmail_torch.testing.process import Process, SimulationError
 from gradientmail_torch.testing.simulation import SimulatedCluster
 from gradientmail_torch.testing.training.learner import Ending, Learner, Model
-from gradientmail_torch.testing.training.ledger import Ledger
+from gradientmail_torch.testing.training.ledger import Ledger, is_creation
 from gradientmail_torch.testing.training.liveness import Liveness
 from gradientmail_torch.testing.training.scenario import LearnerPlan, Scenario, Trouble
 from gradientmail_torch.testing.training.violations import Invariant, Violation
@@ -128,7 +128,7 @@ class World:
     def _observed(self, event: Event) -> None:
         self.ledger.observed(event)
         self.liveness.observed(event)
-        if event.what == "put_if_absent" and event.outcome.startswith("created"):
+        if is_creation(event):
             if event.key.startswith("commits/"):
                 fragment, version, _ = keys.parse_round(event.key)
                 self.liveness.committed(event, self.ledger.recorded_at[fragment, version])
@@ -175,12 +175,15 @@ class World:
     def taken(self, item: object) -> None:
         self._taken.add(item)
 
-    def all_have_closed(self) -> bool:
-        return all(not process.alive or process.number in self.endings for process in self.cluster.processes)
+    def closed(self) -> int:
+        """How many processes there have been, if all of them have closed or died; otherwise 0."""
+        processes = self.cluster.processes
+        return len(processes) if all(not process.alive or process.number in self.endings for process in processes) else 0
 
-    def aligned(self, who: str, versions: tuple[int, ...], values: Sequence[Sequence[Tensor]], *, all_have_closed: bool) -> None:
+    def aligned(self, who: str, versions: tuple[int, ...], values: Sequence[Sequence[Tensor]], *, closed: int) -> None:
+        """``closed`` is what :meth:`closed` said before."""
         newest = tuple(self.ledger.newest.get(fragment, 0) for fragment in range(len(versions)))
-        if all_have_closed and versions != newest:
+        if closed == len(self.cluster.processes) and versions != newest:
             raise Violation(Invariant.ALIGNED, f"{who} loads {versions} when all have closed at {newest}")
         for fragment, (version, of_fragment) in enumerate(zip(versions, values, strict=True)):
             self.ledger.check_values(who, fragment, version, of_fragment)
@@ -191,7 +194,7 @@ class World:
         if self.ledger.manifest is not None:
             model = Model(len(self.ledger.manifest.layout), 0.0)
             versions = align(model, mailbox=self.cluster.store)
-            self.aligned("a reader", versions, [[parameter.detach()] for parameter in model.parameters()], all_have_closed=True)
+            self.aligned("a reader", versions, [[parameter.detach()] for parameter in model.parameters()], closed=self.closed())
         for record in self._open_records():
             life = self._process_of(record)
             if life.number in self.endings:
