@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.simulated import BASE, Experiment, average_gradients, run
+from benchmarks.simulated import Experiment, average_gradients, run
 
 RESULTS = Path(__file__).parent / "results" / "convergence.jsonl"
 SEEDS = (0, 1, 2)
@@ -37,12 +37,9 @@ class Table:
 
 
 def _with(**settings: Any) -> Experiment:
-    """Two equal nodes; ``late_steps``, ``speeds`` and the like go to the experiment, all else to the algorithm.
-
-    The settings of the base are left out where they say the same, so that no training is run twice.
-    """
+    """Two equal nodes; ``late_steps``, ``speeds`` and the like go to the experiment, all else to the algorithm."""
     own = {name: settings.pop(name) for name in [*settings] if name in Experiment.__dataclass_fields__ and name != "settings"}
-    return Experiment(settings={name: value for name, value in settings.items() if BASE.get(name) != value}, **own)
+    return Experiment(settings=settings, **own)
 
 
 def _outer(lr: float, momentum: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -57,7 +54,7 @@ TABLES: dict[str, Table] = {
             "gradients averaged each step, fp32 arithmetic": "fp32",
             "LocalSGD: waits for each commit": _with(algorithm="LocalSGD"),
             "LocalSGD, fp32 arithmetic": _with(algorithm="LocalSGD", precision="fp32"),
-            "DecoupledDiLoCo, defaults": _with(),
+            "DecoupledDiLoCo": _with(),
             "DiLoCo 0.7/0.9: waits for each commit": _with(algorithm="DiLoCo"),
         },
     ),
@@ -144,7 +141,8 @@ TABLES: dict[str, Table] = {
 
 def key_of(experiment: Experiment | Precision, seed: int) -> str:
     """What identifies a training in the file of results: all that its outcome depends on."""
-    return json.dumps([experiment if isinstance(experiment, str) else asdict(experiment), seed], sort_keys=True)
+    what = experiment if isinstance(experiment, str) else asdict(experiment) | {"settings": experiment.resolved()}
+    return json.dumps([what, seed], sort_keys=True)
 
 
 def results() -> dict[str, dict[str, Any]]:

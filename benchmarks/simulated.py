@@ -24,7 +24,7 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {kind.__name__: kind for kind in (De
 BASE: Mapping[str, Any] = {
     "sync_every": 20,
     "fragments": 1,
-    "adoption": "rebase",
+    "adoption": "overwrite",
     "called": True,
     "merge": "auto",
     "wire": "bf16",
@@ -67,8 +67,12 @@ class Experiment:
         whole = self.tokens / (self.rows * work.CONTEXT)
         return [round(whole * share / sum(shares)) for share in shares]
 
+    def resolved(self) -> dict[str, Any]:
+        """All settings that decide the outcome."""
+        return {**(BASE if self.algorithm == "DecoupledDiLoCo" else {"sync_every": BASE["sync_every"]}), **self.settings}
+
     def build(self) -> Algorithm:
-        settings = {**(BASE if self.algorithm == "DecoupledDiLoCo" else {"sync_every": BASE["sync_every"]}), **self.settings}
+        settings = self.resolved()
         if "outer" in settings:
             settings["outer"] = OuterSGD(**settings["outer"])
         if self.algorithm != "DecoupledDiLoCo":
