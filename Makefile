@@ -24,7 +24,7 @@ demo: venv ## three nodes train one model; one is killed and comes back
 	$(BIN)/python examples/demo.py
 
 test: check programs ## everything that CI runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # Real programs that tests start and that no wheel carries.
 PROGRAMS := redis-server chromium
@@ -47,6 +47,9 @@ docs: venv ## the documentation as a site
 
 simulate: venv ## the real code on a simulated cluster, SEEDS scenarios
 	$(BIN)/python -m gradientmail_torch.testing.explore --seeds $(SEEDS)
+
+chaos: venv ## four real nodes for ten minutes: deaths, zombies, outages, bad networks
+	$(BIN)/python -m tests.chaos --seed 1 --seconds 600
 
 bench: venv ## ours and the peers on the same work
 	$(BIN)/python -m benchmarks all

@@ -18,7 +18,6 @@ from uuid import uuid4
 
 from gradientmail_torch.errors import ConfigError
 
-
 _MADE_UP = uuid4().hex[:6]
 
 

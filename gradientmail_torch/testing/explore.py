@@ -44,6 +44,8 @@ def explore(seeds: Sequence[int], *, processes: int = 1) -> Iterator[Finding]:
         return
     with multiprocessing.get_context("spawn").Pool(processes, initializer=_one_thread) as pool:
         yield from pool.imap_unordered(attempt, seeds, chunksize=4)
+        pool.close()
+        pool.join()
 
 
 def _one_thread() -> None:

@@ -84,7 +84,12 @@ class Node:
 
     @property
     def life(self) -> Life:
-        return self.lives[-1]
+        """The newest process that lives, or the last one: of two that live, the older is on its way out."""
+        return next((life for life in reversed(self.lives) if life.alive), self.lives[-1])
+
+    @property
+    def trains(self) -> bool:
+        return any(life.alive and life.trains for life in self.lives)
 
     def start(self) -> Life:
         log = self._directory / f"{self.name}-{len(self.lives) + 1}.log"
@@ -137,6 +142,7 @@ class Cluster:
         self._stack = contextlib.ExitStack()
         self._seen_generations: dict[tuple[str, int], int] = {}
         self._restarting: threading.Thread | None = None
+        self._stopped: dict[str, Life] = {}
 
     def __enter__(self) -> Cluster:
         self.directory.mkdir(parents=True)
@@ -229,11 +235,11 @@ class Cluster:
         match incident.kind:
             case "kill":
                 self._kill(self.nodes[incident.node].life)
-            case "suspend":
-                self.nodes[incident.node].life.process.send_signal(signal.SIGSTOP)
-            case "usurp":
-                self.nodes[incident.node].life.process.send_signal(signal.SIGSTOP)
-                self.nodes[incident.node].start()
+            case "suspend" | "usurp":
+                self._stopped[incident.node] = life = self.nodes[incident.node].life
+                life.process.send_signal(signal.SIGSTOP)
+                if incident.kind == "usurp":
+                    self.nodes[incident.node].start()
             case "outage":
                 self.proxy.down = True
             case "failing":
@@ -256,7 +262,7 @@ class Cluster:
             return not self._restarting.is_alive()
         if incident.kind != "usurp":
             return True
-        newer = self.nodes[incident.node].life
+        newer = self.nodes[incident.node].lives[-1]
         return newer.generation > 0 or not newer.alive  # else the old one would come back to its name before it is taken
 
     def finish(self, incident: Incident) -> None:
@@ -264,12 +270,10 @@ class Cluster:
         match incident.kind:
             case "kill":
                 assert node is not None
-                node.start()
+                if not node.life.alive:
+                    node.start()
             case "suspend" | "usurp":
-                assert node is not None
-                for life in node.lives:
-                    if life.alive:
-                        life.process.send_signal(signal.SIGCONT)
+                self._stopped.pop(incident.node).process.send_signal(signal.SIGCONT)
             case "outage":
                 self.proxy.down = False
             case "failing":
@@ -291,7 +295,8 @@ class Cluster:
     def restart_the_fallen(self) -> None:
         """What whoever runs the nodes would do."""
         for node in self.nodes.values():
-            if not node.life.alive and node.life.killed_at is None and node.life.end is None:
+            last = node.lives[-1]
+            if not node.life.alive and last.killed_at is None and last.end is None:
                 node.start()
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:

@@ -54,7 +54,7 @@ def run(plan: Plan, directory: Path, *, incidents: Iterable[Incident] | None = N
 
 def _run(plan: Plan, cluster: Cluster, incidents: list[Incident]) -> Outcome:
     problems: list[str] = []
-    if not cluster.wait_until(lambda: all(node.life.trains for node in cluster.nodes.values()), START_S):
+    if not cluster.wait_until(lambda: all(node.trains for node in cluster.nodes.values()), START_S):
         problems.append("not all nodes have begun to train")
     began = time.time()
     happened = _happen(plan, cluster, incidents)
@@ -76,7 +76,8 @@ def _run(plan: Plan, cluster: Cluster, incidents: list[Incident]) -> Outcome:
 
 def _all_train(cluster: Cluster) -> bool:
     cluster.restart_the_fallen()
-    return all(node.life.trains and node.life.alive for node in cluster.nodes.values())
+    # One that begins after the others have finished would train on alone.
+    return all(node.trains and sum(life.alive for life in node.lives) == 1 for node in cluster.nodes.values())
 
 
 def _happen(plan: Plan, cluster: Cluster, incidents: list[Incident]) -> list[Happened]:
@@ -86,6 +87,8 @@ def _happen(plan: Plan, cluster: Cluster, incidents: list[Incident]) -> list[Hap
     looked_at = 0.0
     while (now_s := SYSTEM_CLOCK.monotonic() - began) < plan.seconds or running or waiting:
         for incident in [each for each in waiting if each.at_s <= now_s]:
+            if any(incident.node and other.node == incident.node for other, _, _ in running):
+                continue  # what befalls the node at present has taken longer than planned
             waiting.remove(incident)
             print(f"{now_s:6.1f} s  {incident.kind} {incident.node} for {incident.seconds:.1f} s", file=sys.stderr, flush=True)
             cluster.begin(incident)
@@ -122,6 +125,6 @@ def _check(cluster: Cluster, ledger: Ledger) -> list[str]:
         if life.ended_by and not any(name in life.ended_by for name in EXPECTED_ENDS):
             problems.append(f"{life.name}, life {life.generation}, has ended by itself: {life.ended_by} (see {life.log})")
     for node in cluster.nodes.values():
-        if node.life.end is None:
+        if not any(life.end for life in node.lives):
             problems.append(f"{node.name} has not finished: {node.life.ended_by or 'it is still there'} (see {node.life.log})")
     return problems + ledger.check(reports)

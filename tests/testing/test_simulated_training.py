@@ -1,0 +1,94 @@
+"""Whole trainings under simulation: the invariants hold on every seed, and a broken seed says what is broken."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from gradientmail_torch.session.session import Session
+from gradientmail_torch.testing import explore
+from gradientmail_torch.testing.training import Scenario, Violation, simulate
+
+SEEDS = 300
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_invariant_holds_on_every_seed() -> None:
+    command = [sys.executable, "-m", "gradientmail_torch.testing.explore", "--seeds", f"{SEEDS}", "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{SEEDS} seeds" in done.stdout
+    assert "broken: none" in done.stdout
+
+
+def test_the_seeds_try_all_that_can_go_wrong() -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(40):
+        world = simulate(seed)
+        for event in world.cluster.log:
+            happened.update((event.what, event.outcome))
+        happened.update(process.value.how for process in world.cluster.processes if process.value is not None)
+    for what in ("kill", "pause", "outage", "answer lost", "refused", "exists", "closed", "LearnerIdInUse", "LearnerFenced"):
+        assert happened[what], f"{what!r} does not come up: the seeds no longer try it"
+
+
+def test_the_scenarios_differ_in_all_that_can_be_set() -> None:
+    scenarios = [Scenario.draw(seed) for seed in range(300)]
+    troubles = Counter(trouble.what for scenario in scenarios for trouble in scenario.troubles)
+    assert troubles.keys() == {"kill", "pause", "outage", "double", "alter", "remove"}
+    assert {type(scenario.algorithm).__name__ for scenario in scenarios} == {"DecoupledDiLoCo", "DiLoCo", "LocalSGD"}
+    assert {scenario.algorithm.quorum for scenario in scenarios} >= {1, 2}
+    assert {scenario.settings["keep"] for scenario in scenarios} == {1, 2, 4, None}
+    assert any(learner.stuck for scenario in scenarios for learner in scenario.learners)
+    assert any(scenario.queue for scenario in scenarios)
+    assert any(scenario.report for scenario in scenarios)
+
+
+def test_a_seed_gives_one_trace_whatever_the_order_of_sets() -> None:
+    code = """if True:
+        import hashlib
+        from gradientmail_torch.testing.training import simulate
+        print([hashlib.sha256(simulate(seed).cluster.trace().encode()).hexdigest() for seed in (0, 13, 18)])"""
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert digests == {str([hashlib.sha256(simulate(seed).cluster.trace().encode()).hexdigest() for seed in (0, 13, 18)])}
+
+
+# --- what a broken seed says -------------------------------------------------------------------------------
+
+
+def test_a_broken_seed_shows_its_scenario_its_trace_and_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "_contribute_rest", lambda self, replica: None)
+    monkeypatch.setattr(Session, "_left", lambda self, replica, *, on_its_way_only: "")
+    with pytest.raises(Violation, match="has closed with") as caught:
+        simulate(0)
+    notes = "\n".join(caught.value.__notes__)
+    assert str(Scenario.draw(0)) in notes
+    assert "the end of the log:" in notes
+    assert "explore --trace 0" in notes
+
+
+def test_the_command_names_the_broken_seeds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Session, "_contribute_rest", lambda self, replica: None)
+    monkeypatch.setattr(Session, "_left", lambda self, replica, *, on_its_way_only: "")
+    assert explore.main(["--start", "0", "--seeds", "2", "--processes", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "broken: [0, 1]" in shown
+    assert str(Scenario.draw(1)) in shown
+
+
+def test_the_command_shows_the_trace_of_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explore.main(["--trace", "7"]) == 0
+    shown = capsys.readouterr().out
+    assert "put_if_absent  run.json -> created" in shown
+    assert "all holds" in shown
