@@ -8,7 +8,7 @@ SEEDS ?= 2000
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test programs check format simulate chaos bench docs clean
+.PHONY: venv demo test programs check format simulate chaos bench gap docs clean
 
 venv: $(VENV)/.installed
 
@@ -41,6 +41,9 @@ check: venv ## style, types, imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+gap: venv ## validation loss of one process, three nodes and DDP on the same tokens, three seeds
+	$(BIN)/python -m benchmarks.gap
 
 docs: venv ## the documentation as a site
 	$(BIN)/sphinx-build -W -q -b html docs out/docs

@@ -29,6 +29,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mailbox", help="URL of the run's mailbox, or a directory; none trains alone")
     parser.add_argument("--learner-id", default="alone", help="this node's name in the run")
+    parser.add_argument("--seed", type=int, default=1, help="of the initial parameters; shuffling is each learner's own")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of this node")
     parser.add_argument("--sync-every", type=int, default=20, help="steps between two contributions")
     parser.add_argument("--fragments", type=int, default=2)
@@ -68,10 +69,11 @@ class Events(Callback):
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
-    seed_everything(1, verbose=False)
+    seed_everything(options.seed, verbose=False)
     model = CharGPT()
     callbacks: list[Callback] = [] if options.quiet else [GradientMailProgressBar()]
-    strategy: Any = "auto"
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    strategy: Any = "auto" if processes == 1 else "ddp"
     if options.mailbox:
         strategy = GradientMailStrategy(
             options.mailbox,
@@ -88,7 +90,7 @@ def main() -> None:
         callbacks.append(events)
     trainer = Trainer(
         accelerator="auto",
-        devices=1,
+        devices=processes,
         strategy=strategy,
         max_steps=options.steps,
         callbacks=callbacks,
