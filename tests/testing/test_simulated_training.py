@@ -7,14 +7,56 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from planted_bugs import BUGS, caught
+
 from gradientmail_torch.session.session import Session
 from gradientmail_torch.testing import explore
-from gradientmail_torch.testing.training import Scenario, Violation, simulate
+from gradientmail_torch.testing.training import Invariant, Scenario, Violation, simulate
 
 SEEDS = 300
+
+CAUGHT = {
+    "deletes_before_reading": (1, Invariant.KEPT),
+    "lives_overwrite": (8, Invariant.ONE_LIFE),
+    "deletes_commits": (0, Invariant.ONE_COMMIT),
+    "never_fenced": (64, Invariant.ONE_LIFE),
+    "contributes_first": (0, Invariant.ADOPT_FIRST),
+    "never_records_again": (0, Invariant.ENDS),
+    "decides_by_learner_id": (105, Invariant.BOOKS),
+    "skips_rounds_unread": (31, Invariant.BOOKS),
+    "keeps_the_rejected": (133, Invariant.BOOKS),
+    "too_old_is_lost": (0, Invariant.BOOKS),
+    "closes_after_one_commit": (0, Invariant.COMPLETE),
+    "own_silence_is_death": (19, Invariant.SILENCE),
+    "only_the_first_claims": (4, Invariant.ENDS),
+    "claims_never_end": (4, Invariant.ENDS),
+    "no_merge_timeout": (4, Invariant.ENDS),
+    "commits_overwrite": (1, Invariant.ONE_COMMIT),
+    "clips_plain_norms": (3, Invariant.REPLAY),
+    "no_empty_commit": (299, Invariant.ENDS),
+    "no_read_back": (8, Invariant.ENDS),
+    "merges_twice": (0, Invariant.REPLAY),
+    "drops_carried_progress": (0, Invariant.BOOKS),
+    "keeps_what_is_merged": (0, Invariant.BOOKS),
+    "no_outer_state": (0, Invariant.REPLAY),
+    "forgets_outer_state": (0, Invariant.REPLAY),
+    "no_grace": (0, Invariant.GRACE),
+    "compares_clocks": (0, Invariant.SILENCE),
+    "keeps_nan": (11, Invariant.COMPLETE),
+    "record_before_data": (0, Invariant.KEPT),
+    "sweeps_what_is_under_way": (414, Invariant.KEPT),
+    "keeps_too_few": (0, Invariant.KEPT),
+    "weighs_by_samples": (0, Invariant.REPLAY),
+    "takes_over_at_once": (1, Invariant.ONE_LIFE),
+    "adopts_under_another_version": (1, Invariant.BOOKS),
+    "barrier_opens_early": (0, Invariant.BARRIER),
+}
+"""A seed that catches each planted bug, and by what. ``python tests/testing/planted_bugs.py`` finds them anew."""
 
 
 @pytest.mark.slow
@@ -64,15 +106,25 @@ def test_a_seed_gives_one_trace_whatever_the_order_of_sets() -> None:
     assert digests == {str([hashlib.sha256(simulate(seed).cluster.trace().encode()).hexdigest() for seed in (0, 13, 18)])}
 
 
+def test_every_planted_bug_is_in_the_table() -> None:
+    assert CAUGHT.keys() == BUGS.keys()
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_planted_bug_is_caught(name: str) -> None:
+    seed, by = CAUGHT[name]
+    assert caught(BUGS[name], seed) is by
+
+
 # --- what a broken seed says -------------------------------------------------------------------------------
 
 
 def test_a_broken_seed_shows_its_scenario_its_trace_and_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "_contribute_rest", lambda self, replica: None)
     monkeypatch.setattr(Session, "_left", lambda self, replica, *, on_its_way_only: "")
-    with pytest.raises(Violation, match="has closed with") as caught:
+    with pytest.raises(Violation, match="has closed with") as broken:
         simulate(0)
-    notes = "\n".join(caught.value.__notes__)
+    notes = "\n".join(broken.value.__notes__)
     assert str(Scenario.draw(0)) in notes
     assert "the end of the log:" in notes
     assert "explore --trace 0" in notes

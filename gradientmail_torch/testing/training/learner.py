@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CLOSE_S = 1500.0
+CLOSE_BESIDE_STUCK_S, CLOSE_STUCK_S = 800.0, 1000.0
+"""The others must not need the end of one that is stuck."""
 ELEMENTS = 3
 
 
@@ -101,12 +103,17 @@ class Learner:
                 for step, samples in enumerate(work):
                     self._train(books, session, step, samples)
             began_s = self._cluster.now_s
-            session.close(200.0 if self.plan.stuck else CLOSE_S)
+            session.close(self._close_s())
         books.check_closed()
         ending = Ending("closed", self._cluster.now_s, began_s)
         world.endings[self.process.number] = ending
         self._afterwards()
         return ending
+
+    def _close_s(self) -> float:
+        if self.plan.stuck:
+            return CLOSE_STUCK_S
+        return CLOSE_BESIDE_STUCK_S if any(plan.stuck for plan in self._world.scenario.learners) else CLOSE_S
 
     def _join(self) -> None:
         """As a supervisor would: try again while the store is away or the old lease runs."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import Algorithm, wire
 from gradientmail_torch.algorithms.merge import Weighted, merge
+from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Claim, Commit, Contribution, DataRef, LeftOut, Manifest, Merged, TensorSpec, decode
 from gradientmail_torch.session.parameters import difference, total
@@ -30,6 +31,8 @@ _CREATED_ONCE = {
     keys.RUN: Invariant.ALIGNED,
 }
 """What is broken where such an object changes, by the first segment of its key."""
+_SWEEP_S = 150.0
+"""Longer than any sweep, with the longest suspension of a process."""
 _SEEN_BY = 1e-6  # relative; what float64 and fp32 make of the same numbers may differ by
 
 
@@ -54,6 +57,8 @@ class Ledger:
         self.objects: dict[str, bytes] = {}
         """Every object of tensors that was ever written."""
         self._written_at: dict[str, float] = {}
+        self._recorded_at: dict[str, float] = {}
+        """When an object was last named by a new record."""
         self._bodies: dict[str, bytes] = {}
         """Of what is created once."""
         self.commits: dict[Round, Commit] = {}
@@ -91,6 +96,12 @@ class Ledger:
         assert body is not None
         if self._bodies.setdefault(key, body) != body:
             raise Violation(_CREATED_ONCE[kind], f"{key} was overwritten")
+        try:
+            self._read(key, kind, body)
+        except CorruptObject as error:
+            raise Violation(_CREATED_ONCE[kind], f"{key} cannot be read: {error}") from error
+
+    def _read(self, key: str, kind: str, body: bytes) -> None:
         match kind:
             case "commits":
                 self._committed(key, decode(Commit, body, key=key))
@@ -153,12 +164,17 @@ class Ledger:
         fragment, version, learner_id = keys.parse_round(key)
         self.records.setdefault((fragment, version), {})[learner_id] = record
         self.recorded_at.setdefault((fragment, version), {})[learner_id] = self._now_s()
+        self._recorded_at[record.data.key] = self._now_s()
         if version > self.newest.get(fragment, 0):
             self._require_there(record.data, f"the record {key}")
 
     def _is_a_dead_learners(self, key: str) -> bool:
-        """Whether a contribution's learner could be taken for dead since it was written: then it may be swept away."""
-        dead = keys.is_delta(key) and self._was_silent(keys.data_owner(key), self._written_at[key])
+        """Whether a contribution's learner could be taken for dead when it was in no open round: then it may be swept away.
+
+        A sweep may have begun before the record was made, and have been suspended since.
+        """
+        recorded_long_ago = self._now_s() - self._recorded_at.get(key, self._now_s()) > _SWEEP_S
+        dead = keys.is_delta(key) and not recorded_long_ago and self._was_silent(keys.data_owner(key), self._written_at[key])
         if dead:
             self.spoilt.add(key)
         return dead

@@ -36,7 +36,7 @@ class Trouble:
     """Something that befalls a learner, or all of them where ``who`` is empty."""
 
     what: str
-    """kill | pause | outage | double | alter | remove; the last two befall a contribution in the mailbox."""
+    """kill | pause | outage | double | alter | remove; the last two befall contributions in the mailbox."""
     at_s: float
     who: str = ""
     seconds: float = 0.0
@@ -98,7 +98,7 @@ class Scenario:
                 "keep_seconds": rng.choice((0.0, 5.0, 30.0)),
             },
             learners=learners,
-            troubles=_troubles(rng, learners),
+            troubles=(*_troubles(rng, learners), *_spoilt_rounds(seed)),
             start_barrier=rng.random() < 0.3,
             queue=rng.random() < 0.1,
             report=rng.random() < 0.1,
@@ -165,6 +165,12 @@ def _troubles(rng: random.Random, learners: tuple[LearnerPlan, ...]) -> tuple[Tr
     if rng.random() < 0.15:
         found.append(Trouble(what="outage", at_s=rng.uniform(0, 90), seconds=rng.choice((3.0, 10.0, 20.0, 60.0, 300.0))))
     return tuple(found)
+
+
+def _spoilt_rounds(seed: int) -> list[Trouble]:
+    """In some seeds, moments from which on everything that is on its way into a commit is spoilt."""
+    rng = random.Random(f"spoilt rounds {seed}")
+    return [Trouble(what="alter", at_s=rng.uniform(1, 60), seconds=rng.choice((1.0, 10.0)))] if rng.random() < 0.05 else []
 
 
 def _brief(value: Any) -> str:

@@ -84,6 +84,9 @@ class World:
         return process
 
     def _befall(self, trouble: Trouble) -> None:
+        if trouble.what in ("alter", "remove"):
+            self._spoil(trouble, until_s=self.cluster.now_s + (trouble.seconds or 10.0))
+            return
         if not trouble.who:
             self.cluster.outage(trouble.seconds)
             for process in self.cluster.processes:
@@ -102,28 +105,29 @@ class World:
                 self.liveness.troubled(process, trouble.seconds)
             case "double":
                 self.start(plan, steps=plan.steps)
-            case "alter" | "remove":
-                self._spoil(trouble, attempts=10)
         if trouble.restart_after_s is not None:
             self.start(plan, steps=plan.steps // 2 + 1, in_s=trouble.restart_after_s)
 
-    def _spoil(self, trouble: Trouble, attempts: int) -> None:
-        """Alter or remove the data of a contribution that is in an open round."""
+    def _spoil(self, trouble: Trouble, until_s: float) -> None:
+        """Alter or remove the data of one contribution of a learner in an open round, or of all that come meanwhile."""
         found = [
             record.data.key
             for (fragment, version), records in self.ledger.records.items()
             for record in records.values()
-            if version > self.ledger.newest.get(fragment, 0) and record.learner_id == trouble.who
+            if version > self.ledger.newest.get(fragment, 0) and record.learner_id == (trouble.who or record.learner_id)
         ]
-        if found:
-            key = self._rng.choice(found)
-            self.ledger.spoilt.add(key)
-            if trouble.what == "remove":
-                self.cluster.store.delete(key)
-            elif (data := self.cluster.store.get(key)) is not None:
-                self.cluster.store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
-        elif attempts:
-            self.cluster.at(1.0, lambda: self._spoil(trouble, attempts - 1))
+        for key in self._rng.sample(found, min(1, len(found))) if trouble.who else found:
+            if key not in self.ledger.spoilt:
+                self._spoil_object(key, trouble.what)
+        if self.cluster.now_s < until_s and not (trouble.who and found):
+            self.cluster.at(0.2, lambda: self._spoil(trouble, until_s))
+
+    def _spoil_object(self, key: str, how: str) -> None:
+        self.ledger.spoilt.add(key)
+        if how == "remove":
+            self.cluster.store.delete(key)
+        elif (data := self.cluster.store.get(key)) is not None:
+            self.cluster.store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
 
     def _observed(self, event: Event) -> None:
         self.ledger.observed(event)
@@ -219,10 +223,8 @@ class World:
         last = max(self.cluster.processes, key=lambda process: process.died_at_s)
         ending = self.endings.get(last.number)
         others_s = max((process.died_at_s for process in self.cluster.processes if process.number not in self.endings), default=0.0)
-        if (
-            ending is None
-            or ending.at_s < others_s + 3 * self.scenario.settings["lease"] + 2 * PATIENCE_S + 4 * self.scenario.slowest_request_s
-        ):
+        noticed_s = 2 * self.scenario.settings["lease"] + PATIENCE_S + 2 * self.scenario.slowest_request_s
+        if ending is None or ending.at_s < others_s + noticed_s:
             return
         for (fragment, version), recorded_at in self.ledger.recorded_at.items():
             if version > self.ledger.newest.get(fragment, 0) and min(recorded_at.values()) < ending.closing_began_s:
