@@ -19,11 +19,11 @@ LOSS_STEPS = 300
 """614,400 tokens over all nodes."""
 
 PACED = {
-    "unlimited": ("bound", "alone", "ddp", "postlocal", "torchft", "hivemind", "ours", "ours-0.7/0.9", "bound-4", "ours-4"),
-    "100mbit": ("bound", "ddp", "torchft", "ours", "ours-int4"),
-    "10mbit": ("torchft", "ours", "ours-int4"),
+    "unlimited": ("bound", "alone", "ddp", "postlocal", "torchft", "hivemind", "ours", "ours-best", "bound-4", "ours-4"),
+    "100mbit": ("bound", "torchft", "ours", "ours-best"),
+    "10mbit": ("bound", "torchft", "ours", "ours-best"),
 }
-JUDGED = ("ddp", "postlocal", "torchft", "hivemind", "ours", "ours-0.7/0.9", "ours-4")
+JUDGED = ("ddp", "postlocal", "torchft", "hivemind", "ours", "ours-best", "ours-0.7/0.9", "ours-4")
 """Whose loss is taken, for three seeds, over the unlimited link."""
 INCIDENTS = {
     "join": ("torchft", "ours", "hivemind"),

@@ -61,8 +61,15 @@ TABLES: dict[str, Table] = {
     "adoption": Table(
         question="How to adopt a commit, by how many steps it comes late.",
         rows={
-            f"{rule}, {late} steps on its way" if late else rule: _with(adoption=rule, late_steps=late)
-            for late, rule in itertools.product((0.0, 5.0, 10.0, 20.0), ("rebase", "overwrite", "mix"))
+            "rebase": _with(adoption="rebase"),
+            "overwrite": _with(adoption="overwrite"),
+            "mix": _with(adoption="mix"),
+            "rebase, polls of 0.1 s": _with(adoption="rebase", poll_s=0.1),
+            "overwrite, polls of 0.1 s": _with(adoption="overwrite", poll_s=0.1),
+        }
+        | {
+            f"{rule}, {late:g} steps on its way": _with(adoption=rule, late_steps=late)
+            for late, rule in itertools.product((5.0, 10.0, 20.0), ("rebase", "overwrite", "mix"))
         },
     ),
     "outer": Table(
@@ -70,6 +77,7 @@ TABLES: dict[str, Table] = {
         rows={
             "lr 1": _with(),
             "lr 0.7": _with(outer=_outer(0.7)),
+            "lr 0.85": _with(outer=_outer(0.85)),
             "lr 1.3": _with(outer=_outer(1.3)),
             "lr 1, momentum 0.3": _with(outer=_outer(1.0, 0.3)),
             "lr 0.7, momentum 0.3": _with(outer=_outer(0.7, 0.3)),
@@ -142,6 +150,15 @@ TABLES: dict[str, Table] = {
 def key_of(experiment: Experiment | Precision, seed: int) -> str:
     """What identifies a training in the file of results: all that its outcome depends on."""
     what = experiment if isinstance(experiment, str) else asdict(experiment) | {"settings": experiment.resolved()}
+    return _canonical([what, seed])
+
+
+def _canonical(key: list[Any]) -> str:
+    """Without what is as it is by default, so that results outlive a new field of :class:`Experiment`."""
+    what, seed = key
+    if not isinstance(what, str):
+        usual = json.loads(json.dumps(asdict(Experiment())))
+        what = {name: value for name, value in json.loads(json.dumps(what)).items() if name == "settings" or value != usual[name]}
     return json.dumps([what, seed], sort_keys=True)
 
 
@@ -150,7 +167,7 @@ def results() -> dict[str, dict[str, Any]]:
     if not RESULTS.exists():
         return {}
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    return {line["key"]: line for line in lines}
+    return {_canonical(json.loads(line["key"])): line for line in lines}
 
 
 def missing(names: Sequence[str], seeds: Sequence[int], pattern: str = "") -> Iterator[tuple[str, str, int]]:

@@ -44,6 +44,8 @@ class Experiment:
     """Of each node, in steps per virtual second."""
     late_steps: float = 0.0
     """Steps of the fastest node that the bytes of a contribution and its commit are on their way."""
+    poll_s: float = 1.0
+    """Virtual seconds between two looks at the mailbox."""
     own_data: bool = False
     """Each node draws from a part of the text of its own."""
     joins_at: float = 0.0
@@ -139,7 +141,14 @@ class _Node:
         late = self.number == self.nodes - 1 and experiment.joins_at > 0
         missed = round(experiment.joins_at * (self.steps / (1 - experiment.joins_at))) if late else 0
         lateness = Lateness()
-        session = Session(model, mailbox=self.cluster.retrying(), learner_id=self.name, algorithm=self.algorithm, clock=clock)
+        session = Session(
+            model,
+            mailbox=self.cluster.retrying(),
+            learner_id=self.name,
+            algorithm=self.algorithm,
+            poll_interval=experiment.poll_s,
+            clock=clock,
+        )
         with session:
             for step in range(self.steps):
                 work.set_rate(optimizer, missed + step, missed + self.steps)

@@ -46,7 +46,7 @@ def test_a_plain_loop_ends_with_one_model_on_both_nodes(tmp_path: Path) -> None:
     assert first.removeprefix("node-0") == second.removeprefix("node-1")
     accuracy = re.search(r"accuracy of the run ([0-9.]+)", first)
     assert accuracy is not None
-    assert float(accuracy[1]) > 0.9
+    assert float(accuracy[1]) > 0.8
 
 
 @pytest.mark.slow

@@ -37,8 +37,10 @@ def labelled(size: int = 203) -> TensorDataset:
 class Classifier(LightningModule):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(seed)
         self.layer = nn.Linear(4, 3)
+        random = torch.Generator().manual_seed(seed)  # nodes are threads here, and would share the global one
+        for parameter in self.layer.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=random)
         self.accuracy = MulticlassAccuracy(3, average="micro")
         self.more = MetricCollection({"confusion": MulticlassConfusionMatrix(3), "macro": MulticlassAccuracy(3)})
         self.auroc = BinaryAUROC()  # keeps all predictions
