@@ -127,3 +127,30 @@ def test_a_planted_bug_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_seed_gives_the_same_log_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert simulate(3, LeasedWork, monkeypatch).trace() == simulate(3, LeasedWork, monkeypatch).trace()
+
+
+def test_the_added_latency_of_a_task_on_a_quick_store_is_below_two_polls() -> None:
+    poll_s, added_s = 0.5, []
+
+    def nothing() -> None: ...
+
+    with SimulatedCluster(0, conditions=Conditions(latency_s=(1e-4, 1e-3))) as cluster:
+
+        def queues(who: str) -> MailboxQueues:
+            return MailboxQueues(cluster.retrying(), name="campaign", poll_interval=poll_s, clock=cluster.clock, rng=cluster.rng(who))
+
+        def think() -> None:
+            mine = queues("thinker")
+            for _ in range(20):
+                cluster.clock.sleep(1.3)  # out of step with the polls
+                began = cluster.clock.monotonic()
+                mine.send_inputs(method="nothing")
+                mine.get_result()
+                added_s.append(cluster.clock.monotonic() - began)
+            mine.send_kill_signal()
+
+        cluster.process("node", lambda: MailboxTaskServer([nothing], queues("node"), learner_id="node", isolation="thread").run())
+        cluster.process("thinker", think)
+        cluster.run(limit_s=3600)
+    assert max(added_s) <= 2 * poll_s + 0.01
+    assert sum(added_s) > 0
