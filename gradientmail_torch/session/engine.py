@@ -21,6 +21,7 @@ from gradientmail_torch.errors import GradientMailError
 from gradientmail_torch.messages import Commit
 from gradientmail_torch.session.aligner import Aligner
 from gradientmail_torch.session.membership import Membership
+from gradientmail_torch.session.merger import Merger
 from gradientmail_torch.session.publisher import Publisher
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.retention import Retention
@@ -72,11 +73,21 @@ class Engine:
             unsound=self._attend,
         )
         self.aligner = Aligner(run, replica, poll_interval=settings.poll_interval, prepared=self._attend, advanced=self._advanced)
-        self.syncer = Syncer(
+        merger = Merger(
             run,
             replica,
             algorithm,
             self._retention,
+            life,
+            clock=clock,
+            committed=self._committed,
+            hinted=lambda: self.wake("aligner"),
+        )
+        self.syncer = Syncer(
+            run,
+            replica,
+            algorithm,
+            merger,
             life,
             settings=settings,
             clock=clock,
@@ -86,7 +97,6 @@ class Engine:
                 called=self._attend,
                 hinted=lambda: self.wake("aligner"),
                 lost=lambda: self.wake("publisher"),
-                committed=self._committed,
             ),
         )
         self._start("observer", self._observe)

@@ -1,4 +1,4 @@
-"""Watches open rounds, and merges and commits those whose turn is this learner's. Every learner can be the syncer.
+"""Watches open rounds, and has those merged whose turn is this learner's. Every learner can be the syncer.
 
 Claims only save double work: a superseded owner may finish, and correctness rests on a commit being created once
 and never deleted.
@@ -11,22 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from uuid import uuid4
 
-from torch import Tensor
-
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.algorithm import Algorithm, Pace
-from gradientmail_torch.algorithms.merge import merge
 from gradientmail_torch.algorithms.quorum import RoundView, closes, merge_order, quorum_reached, waited_for
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject, InvalidName
-from gradientmail_torch.messages import Claim, Commit, encode, read
-from gradientmail_torch.session.closing_round import ClosingRound, Own
+from gradientmail_torch.messages import Claim, encode, read
 from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.session.membership import Membership
-from gradientmail_torch.session.parameters import difference, total
+from gradientmail_torch.session.merger import Merger
 from gradientmail_torch.session.replica import Fragment, Replica
-from gradientmail_torch.session.retention import Retention
-from gradientmail_torch.session.run import Base, Run, outer_specs
+from gradientmail_torch.session.run import Run
 from gradientmail_torch.session.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -59,8 +54,6 @@ class Signals:
     """A newer commit exists."""
     lost: Callable[[], None]
     """The record of this learner's contribution is gone from the open round."""
-    committed: Callable[[Fragment, Commit, list[Tensor]], None]
-    """This learner has committed a round; its values are in memory."""
 
 
 class Syncer:
@@ -69,7 +62,7 @@ class Syncer:
         run: Run,
         replica: Replica,
         algorithm: Algorithm,
-        retention: Retention,
+        merger: Merger,
         life: keys.Life,
         *,
         settings: Settings,
@@ -81,7 +74,7 @@ class Syncer:
         self._run = run
         self._replica = replica
         self._algorithm = algorithm
-        self._retention = retention
+        self._merger = merger
         self._life = life
         self._settings = settings
         self._clock = clock
@@ -91,8 +84,6 @@ class Syncer:
         self._watches: dict[tuple[int, int], _Watch] = {}
         self._quiet_ticks = 0
         self._last_listing: list[str] = []
-        self.merge_seconds = 0.0
-        """Moving average of the time that this learner takes to merge and commit a round."""
         self.open_rounds: dict[tuple[int, int], frozenset[str]] = {}
         """Contributors of the open rounds as last listed, by fragment and version."""
 
@@ -191,15 +182,20 @@ class Syncer:
         if not closes(view, since_quorum_s=now - watch.quorum_at, grace_s=self._grace_s()):
             return
         if self._turn(fragment, version, watch, live, now) and self._claim(fragment, version, watch):
-            self._merge(fragment, version, watch)
+            watch.void |= self._merger.merge(fragment, version, watch.void)
 
     def _itself(self) -> frozenset[str]:
         """This learner, unless it is leaving: it knows better than its own beat, which it may not have seen yet."""
         return frozenset() if self._membership.state in ("leaving", "ended") else frozenset({self._life.learner_id})
 
     def _grace_s(self) -> float:
-        pace = Pace(seconds_per_step=self._seconds_per_step(), poll_interval=self._settings.poll_interval, merge_seconds=self.merge_seconds)
-        return self._algorithm.grace_s(pace)
+        return self._algorithm.grace_s(
+            Pace(
+                seconds_per_step=self._seconds_per_step(),
+                poll_interval=self._settings.poll_interval,
+                merge_seconds=self._merger.seconds,
+            )
+        )
 
     def _turn(self, fragment: Fragment, version: int, watch: _Watch, live: Mapping[str, Peer], now: float) -> bool:
         """Whether it is this learner's turn: the k-th in the order waits k × ``claim_delay`` for those before it."""
@@ -253,93 +249,3 @@ class Syncer:
                 fragment.index, version, len(view.contributors), self._algorithm.quorum,
                 ", ".join(sorted(view.contributors)), ", ".join(waited_for(view)) or "learners to come",
             )  # fmt: skip
-
-    # --- merging ---------------------------------------------------------------------------------------
-
-    def _merge(self, fragment: Fragment, version: int, watch: _Watch) -> None:
-        began = self._clock.monotonic()
-        with self._replica.lock:
-            if fragment.known != version - 1:
-                return
-            before, pending = Base(fragment.known, fragment.newest_nonce(), fragment.newest_values()), fragment.pending
-        own = Own(pending.record, pending.delta) if pending and pending.record and pending.delta else None
-        try:
-            state = self._outer_state(fragment, version - 1)
-        except CorruptObject:
-            if self._run.commit(fragment.index, version) is not None:
-                return  # this learner slept: the round is long committed, and the state it needed is swept away
-            raise
-        closing = ClosingRound(self._run, fragment.index, version, before.values, own)
-        void = frozenset(each.learner_id for each in closing.left_out.values())
-        if not void <= watch.void:
-            watch.void |= void
-            return  # without them the round may not have its quorum
-        method = self._algorithm.merge_method(max(1, len(closing.records)))
-        merged = merge(closing.contributions, fragment.specs, method)
-        if not closing.merged and not closing.left_out:
-            return  # retention has removed its records: it is committed
-        if closing.merged:
-            values, state = self._algorithm.outer.step(before.values, merged, state, fragment.specs, version)
-        else:
-            values = before.values  # all were left out: the round closes unchanged, and says why
-        self._publish(fragment, version, closing, method, before, values, state)
-        taken = self._clock.monotonic() - began
-        self.merge_seconds = taken if self.merge_seconds == 0 else 0.8 * self.merge_seconds + 0.2 * taken
-
-    def _outer_state(self, fragment: Fragment, version: int) -> list[Tensor] | None:
-        if version == 0 or not self._algorithm.outer.stateful:
-            return None
-        return self._run.outer_state(self._run.committed(fragment.index, version))
-
-    def _publish(
-        self,
-        fragment: Fragment,
-        version: int,
-        closing: ClosingRound,
-        method: str,
-        before: Base,
-        values: list[Tensor],
-        state: list[Tensor] | None,
-    ) -> None:
-        """Data first, then the commit. Whoever loses the race deletes its data after it has read the winner's."""
-        nonce = uuid4().hex
-        algorithm = self._algorithm
-        update = parameters = outer = None
-        if algorithm.commit_wire != "fp32":
-            change = difference(values, before.values, fragment.specs)
-            update, change = self._run.publish(self._key(fragment, version, nonce, "update"), change, fragment.specs, algorithm.commit_wire)
-            values = total(before.values, change, fragment.specs)
-        if algorithm.commits_whole(version):
-            parameters, _ = self._run.publish(self._key(fragment, version, nonce, "whole"), values, fragment.specs, "fp32")
-        if state is not None:
-            outer, _ = self._run.publish(self._key(fragment, version, nonce, "outer"), state, outer_specs(fragment.specs), "fp32")
-        commit = Commit(
-            nonce=nonce,
-            fragment=fragment.index,
-            version=version,
-            by=self._life.learner_id,
-            generation=self._life.generation,
-            after=before.nonce,
-            update=update,
-            parameters=parameters,
-            outer=outer,
-            method=method,
-            merged=tuple(closing.merged.values()),
-            left_out=tuple(closing.left_out.values()),
-            at=self._clock.wall(),
-        )
-        if self._run.mailbox.put_if_absent(keys.commit(fragment.index, version), encode(commit)):
-            self._signals.committed(fragment, commit, values)
-            self._retention.after_commit(fragment.index, version, sorted({*closing.records, *closing.left_out}))
-            return
-        winner = self._run.commit(fragment.index, version)
-        if winner is not None and winner.nonce != nonce:
-            for ref in (update, parameters, outer):
-                if ref is not None:
-                    self._run.mailbox.delete(ref.key)
-        with self._replica.lock:
-            fragment.hint = max(fragment.hint, version)
-        self._signals.hinted()
-
-    def _key(self, fragment: Fragment, version: int, nonce: str, part: str) -> str:
-        return keys.data(fragment.index, version, self._life.learner_id, nonce, part)

@@ -26,6 +26,7 @@ from gradientmail_torch.session.aligner import Aligner
 from gradientmail_torch.session.closing_round import ClosingRound
 from gradientmail_torch.session.lease import Heartbeat, Observer, WatchedTime
 from gradientmail_torch.session.membership import Membership
+from gradientmail_torch.session.merger import Merger
 from gradientmail_torch.session.publisher import Publisher
 from gradientmail_torch.session.replica import Replica
 from gradientmail_torch.session.retention import Retention
@@ -72,7 +73,7 @@ def caught(planted: Bug, seed: int) -> Invariant | str | None:
 
 @bug("whose commit is refused deletes its data, without looking whether the commit there is its own")
 def deletes_before_reading(patch: Patch) -> None:
-    publish, is_ours = Syncer._publish, RetryingMailbox._is_ours
+    publish, is_ours = Merger._publish, RetryingMailbox._is_ours
 
     def careless(self: Any, *arguments: Any) -> None:
         read = self._run.commit
@@ -82,7 +83,7 @@ def deletes_before_reading(patch: Patch) -> None:
         finally:
             del self._run.commit
 
-    patch.setattr(Syncer, "_publish", careless)
+    patch.setattr(Merger, "_publish", careless)
     # An honest mailbox never refuses what is one's own: the rule is there for those that do.
     patch.setattr(RetryingMailbox, "_is_ours", lambda self, key, data: not key.startswith("commits/") and is_ours(self, key, data))
 
@@ -228,13 +229,13 @@ def clips_plain_norms(patch: Patch) -> None:
 
 @bug("a round of which all are left out is not committed")
 def no_empty_commit(patch: Patch) -> None:
-    original = Syncer._publish
+    original = Merger._publish
 
     def publish(self: Any, fragment: Any, version: int, closing: Any, *rest: Any) -> None:
         if closing.merged:
             original(self, fragment, version, closing, *rest)
 
-    patch.setattr(Syncer, "_publish", publish)
+    patch.setattr(Merger, "_publish", publish)
 
 
 # --- others --------------------------------------------------------------------------------------------------
@@ -281,13 +282,13 @@ def keeps_what_is_merged(patch: Patch) -> None:
 
 @bug("a commit is written without its outer state")
 def no_outer_state(patch: Patch) -> None:
-    original = Syncer._publish
-    patch.setattr(Syncer, "_publish", lambda self, *arguments: original(self, *arguments[:-1], None))
+    original = Merger._publish
+    patch.setattr(Merger, "_publish", lambda self, *arguments: original(self, *arguments[:-1], None))
 
 
 @bug("the outer state of the version before is not read")
 def forgets_outer_state(patch: Patch) -> None:
-    patch.setattr(Syncer, "_outer_state", lambda *_: None)
+    patch.setattr(Merger, "_outer_state", lambda *_: None)
 
 
 @bug("a round closes as soon as it has its quorum")
