@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.cli import LightningCLI
+from tiny import parameters
 
-from gradientmail_torch import DecoupledDiLoCo, GradientMailStrategy, LocalSGD
+from gradientmail_torch import DecoupledDiLoCo, GradientMailDDPStrategy, GradientMailStrategy, LocalSGD, open_mailbox
 from gradientmail_torch.callbacks import AlignOnValidation, GradientMailCallback, RoundMonitor
+from gradientmail_torch.cli.export import export
+from gradientmail_torch.cli.run_view import read_run
 from gradientmail_torch.lightning.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -28,9 +33,21 @@ def _no_arguments_of_pytests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["cli"])
 
 
-def construct(*configs: Path) -> LightningCLI:
+ON_CPU = ["--trainer.accelerator=cpu"]
+SMALL = [f"--trainer.{setting}" for setting in ("max_steps=4", "max_epochs=1", "accumulate_grad_batches=1", "num_sanity_val_steps=0")]
+SMALL += ["--trainer.limit_val_batches=1", "--model.width=16", "--model.layers=1", "--model.heads=2"]
+SMALL += ["--data.batch_size=4", "--trainer.enable_model_summary=false"]
+
+
+def alone(mailbox: object) -> list[str]:
+    """Settings of a strategy for a node that waits for nobody."""
+    given = (f"mailbox={mailbox}", "algorithm.sync_every=2", "start_parties=null", "done_parties=null", "poll_interval=0.05", "lease=3")
+    return [f"--trainer.strategy.{setting}" for setting in given]
+
+
+def construct(*configs: Path, also: Sequence[str] = ()) -> LightningCLI:
     """Everything that the YAMLs describe, constructed but not run."""
-    return main([argument for path in configs for argument in ("--config", str(path))], run=False)
+    return main([*(argument for path in configs for argument in ("--config", str(path))), *also], run=False)
 
 
 def dump(cli: LightningCLI) -> str:
@@ -38,8 +55,83 @@ def dump(cli: LightningCLI) -> str:
 
 
 @pytest.mark.parametrize("path", COMPLETE, ids=str)
-def test_a_complete_yaml_constructs_a_trainer(path: Path) -> None:
-    assert isinstance(construct(CONFIGS / path).trainer.strategy, GradientMailStrategy)
+def test_a_complete_yaml_constructs_what_it_says(path: Path) -> None:
+    """Model, data, callbacks and strategy; where it asks for GPUs, but for those. Its mailbox is one that can be opened."""
+    cli = construct(CONFIGS / path, also=ON_CPU)
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, GradientMailDDPStrategy if path.stem == "gpus_in_a_node" else GradientMailStrategy)
+    part = strategy.participation
+    if part.mailbox is not None:
+        assert open_mailbox(part.mailbox, probed=False)
+    else:
+        assert "GRADIENTMAIL_MAILBOX=" in (CONFIGS / path).read_text()
+    assert "GRADIENTMAIL_LEARNER_ID=" in (CONFIGS / path).read_text()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", [path for path in COMPLETE if path.stem != "gpus_in_a_node"], ids=str)
+def test_a_complete_yaml_trains(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Four steps of a smaller model on a CPU, alone, with a directory as the mailbox."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRADIENTMAIL_LEARNER_ID", "node-0")
+    trainer = main(["fit", "--config", str(CONFIGS / path), *ON_CPU, *SMALL, *alone(tmp_path / "run")]).trainer
+    assert trainer.global_step == 4
+    commits = [commit for commit in read_run(open_mailbox(tmp_path / "run"), history=True).commits if commit.merged]
+    assert commits
+
+
+@pytest.mark.s3
+@pytest.mark.timeout(300)
+def test_a_run_on_an_s3_server_of_ones_own(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRADIENTMAIL_LEARNER_ID", "node-0")
+    main(["fit", "--config", str(CONFIGS / "minio.yaml"), *ON_CPU, *SMALL, *alone(s3_url)])
+    assert read_run(open_mailbox(s3_url)).fragments[0].version > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_several_processes_of_a_node(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "examples" / "cli.py")]
+    command += ["fit", "--config", str(CONFIGS / "gpus_in_a_node.yaml"), *ON_CPU, *SMALL, *alone(tmp_path / "run"), "--trainer.devices=2"]
+    node = {**environment, "GRADIENTMAIL_LEARNER_ID": "node-0"}
+    done = subprocess.run(
+        command, env=node, cwd=tmp_path, timeout=280, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    (life,) = read_run(open_mailbox(tmp_path / "run")).learners
+    assert life.beat is not None
+    assert life.beat.samples == 2 * 4 * 4  # both processes' batches of four
+
+
+def test_of_an_adapted_model_only_the_adapters_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fine-tuned on what a run before it has left; with a checkpoint of a node the whole model comes out."""
+    from charlm import CharGPT
+    from lora import ADAPTED, AdaptedGPT
+    from safetensors.torch import save_file
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRADIENTMAIL_LEARNER_ID", "node-0")
+    base = CharGPT(width=16, layers=1, heads=2)
+    save_file(base.state_dict(), "base.safetensors")
+    given = ["--model.base=base.safetensors", *ON_CPU, *SMALL, *alone(tmp_path / "run"), "--trainer.val_check_interval=4"]
+    tuned = main(["fit", "--config", str(CONFIGS / "lora.yaml"), *given]).model
+    view = read_run(open_mailbox(tmp_path / "run"))
+    sent = {spec.name for specs in view.manifest.layout for spec in specs}
+    assert sent == {name for name, parameter in tuned.named_parameters() if parameter.requires_grad}
+    assert len(sent) == 2 * len(ADAPTED) * len(base.blocks)
+    (template,) = (tmp_path / "out" / "lora-checkpoints").glob("*.ckpt")
+    export(open_mailbox(tmp_path / "run"), tmp_path / "whole.ckpt", template=template)
+    whole = AdaptedGPT.load_from_checkpoint(tmp_path / "whole.ckpt")
+    assert parameters(whole).keys() == parameters(tuned).keys()
+    for name, value in parameters(tuned).items():
+        assert torch.equal(parameters(whole)[name], value), name  # the strategy has loaded the run's parameters at the end
+    assert torch.equal(whole.blocks[0].up.base.weight, base.blocks[0].up.weight)
+
+
+def test_presets_in_yaml_are_those_in_python() -> None:
+    assert construct(CONFIGS / "pretrain.yaml", also=ON_CPU).trainer.strategy.participation.algorithm == DecoupledDiLoCo.pretrain()
+    assert construct(CONFIGS / "lora.yaml", also=ON_CPU).trainer.strategy.participation.algorithm == DecoupledDiLoCo.finetune()
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=str)
