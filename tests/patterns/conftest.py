@@ -9,9 +9,15 @@ from itertools import count
 import pytest
 
 from gradientmail_torch.clock import Task
-from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.mailbox import Mailbox, open_mailbox
 from gradientmail_torch.testing.clock import ManualClock
 from gradientmail_torch.testing.faults import CrashAfter, CrashBefore
+
+
+@pytest.fixture
+def box(mailbox_url: str) -> Mailbox:
+    """An empty mailbox of each backend."""
+    return open_mailbox(mailbox_url)
 
 
 class _Ended:
@@ -45,15 +51,17 @@ def killed() -> Callable[..., Mailbox]:
 
 
 @pytest.fixture
-def deaths(request: pytest.FixtureRequest) -> Callable[..., Iterator[tuple[int, bool]]]:
-    """Every place to die at, first to last: before and after each request. The caller stops when one is not reached.
+def stride(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """Steps through the requests of a workload: ``thinned`` over S3, where trying each takes long, one by one elsewhere."""
+    return lambda thinned: thinned if "s3_server" in request.fixturenames else 1
 
-    Over a network, where that takes long, only every ``stride``-th, which is what all backends have in common.
-    """
 
-    def places(stride: int = 1) -> Iterator[tuple[int, bool]]:
-        step = stride if "s3_server" in request.fixturenames else 1
-        return ((number, after) for number in count(1, step) for after in (False, True))
+@pytest.fixture
+def deaths(stride: Callable[[int], int]) -> Callable[..., Iterator[tuple[int, bool]]]:
+    """Every place to die at, first to last: before and after each request. The caller stops when one is not reached."""
+
+    def places(thinned: int = 1) -> Iterator[tuple[int, bool]]:
+        return ((number, after) for number in count(1, stride(thinned)) for after in (False, True))
 
     return places
 

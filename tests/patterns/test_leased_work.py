@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gradientmail_torch.errors import ConfigError, MailboxUnavailable, WorkFenced
-from gradientmail_torch.mailbox import CountingMailbox, Mailbox, open_mailbox
-from gradientmail_torch.mailbox.memory import MemoryMailbox
+from gradientmail_torch.mailbox import CountingMailbox, Mailbox
 from gradientmail_torch.patterns.heartbeat import Attentive
 from gradientmail_torch.patterns.leased_work import Claim, LeasedWork, Outcome, WorkKeys
 from gradientmail_torch.testing.clock import ManualClock
@@ -19,7 +18,12 @@ Party = Callable[..., LeasedWork]
 
 
 @pytest.fixture
-def party(mailbox: MemoryMailbox, quiet_clock: type[ManualClock]) -> Party:
+def mailbox(box: Mailbox) -> Mailbox:
+    return box
+
+
+@pytest.fixture
+def party(mailbox: Mailbox, quiet_clock: type[ManualClock]) -> Party:
     """A party with a clock of its own and a lease of 9 s, whose heart does not beat unless it ends."""
 
     def make(name: str, *, box: Mailbox = mailbox, clock: ManualClock | None = None, **options: object) -> LeasedWork:
@@ -44,8 +48,7 @@ def watch(work: LeasedWork, clock: ManualClock, seconds: float, item: str = "job
     return found
 
 
-def test_one_party_gets_an_item_and_its_outcome_is_everyones(mailbox_url: str, quiet_clock: type[ManualClock]) -> None:
-    box = open_mailbox(mailbox_url)
+def test_one_party_gets_an_item_and_its_outcome_is_everyones(box: Mailbox, quiet_clock: type[ManualClock]) -> None:
     a, b = (LeasedWork(box, KEYS, learner_id=name, clock=quiet_clock()) for name in "ab")
     claim = claimed(a.claim("job"))
     assert claim.attempt == 1
@@ -77,7 +80,7 @@ def test_an_observer_that_was_away_starts_its_observation_afresh(party: Party, q
     assert claimed(watch(b, clock, 1.0)).attempt == 2
 
 
-def test_an_observer_busy_with_other_requests_was_not_away(party: Party, mailbox: MemoryMailbox, quiet_clock: type[ManualClock]) -> None:
+def test_an_observer_busy_with_other_requests_was_not_away(party: Party, mailbox: Mailbox, quiet_clock: type[ManualClock]) -> None:
     """Found by simulation: with a slow store, looks at one beat lay so far apart that nobody ever took over."""
     clock = quiet_clock()
     box = Attentive(mailbox, lease=9.0, clock=clock)
@@ -90,7 +93,7 @@ def test_an_observer_busy_with_other_requests_was_not_away(party: Party, mailbox
     assert claimed(b.claim("job")).attempt == 2
 
 
-def test_the_lease_counts_from_the_first_look_at_a_claim(party: Party, mailbox: MemoryMailbox, quiet_clock: type[ManualClock]) -> None:
+def test_the_lease_counts_from_the_first_look_at_a_claim(party: Party, mailbox: Mailbox, quiet_clock: type[ManualClock]) -> None:
     """An owner that holds nothing need not beat, and may claim again after a long time."""
     clock = quiet_clock()
     box = Attentive(mailbox, lease=9.0, clock=clock)
@@ -106,7 +109,7 @@ def test_the_lease_counts_from_the_first_look_at_a_claim(party: Party, mailbox: 
     assert claimed(watch(b, clock, 2.0, "next")).attempt == 2
 
 
-def test_a_beat_puts_the_takeover_off(party: Party, mailbox: MemoryMailbox, quiet_clock: type[ManualClock]) -> None:
+def test_a_beat_puts_the_takeover_off(party: Party, mailbox: Mailbox, quiet_clock: type[ManualClock]) -> None:
     clock = quiet_clock()
     a, b = party("a"), party("b", clock=clock)
     claim = claimed(a.claim("job"))
@@ -170,7 +173,7 @@ def test_work_that_kills_every_process_ends(party: Party, quiet_clock: type[Manu
 
 
 @pytest.mark.parametrize("number", range(1, 8))
-def test_a_lost_answer_changes_nothing(number: int, party: Party, mailbox: MemoryMailbox) -> None:
+def test_a_lost_answer_changes_nothing(number: int, party: Party, mailbox: Mailbox) -> None:
     """With patience the operation is settled; the answer that is lost is any of claiming, finishing, looking."""
     lossy = LostAnswers(mailbox, nth(number))
     a = party("a", box=lossy, outage_timeout=5.0)
@@ -183,7 +186,7 @@ def test_a_lost_answer_changes_nothing(number: int, party: Party, mailbox: Memor
     assert outcome.decoded() == number
 
 
-def test_without_patience_a_lost_claim_goes_back_and_finishing_may_be_repeated(party: Party, mailbox: MemoryMailbox) -> None:
+def test_without_patience_a_lost_claim_goes_back_and_finishing_may_be_repeated(party: Party, mailbox: Mailbox) -> None:
     a = party("a", box=LostAnswers(mailbox, nth(1, 3, operations=("put_if_absent",))))
     with pytest.raises(MailboxUnavailable):
         a.claim("job")
@@ -194,7 +197,7 @@ def test_without_patience_a_lost_claim_goes_back_and_finishing_may_be_repeated(p
     assert claimed(a.claim("job")).attempt == 2
 
 
-def test_an_outage_is_not_the_owners_death(party: Party, mailbox: MemoryMailbox, quiet_clock: type[ManualClock]) -> None:
+def test_an_outage_is_not_the_owners_death(party: Party, mailbox: Mailbox, quiet_clock: type[ManualClock]) -> None:
     clock = quiet_clock()
     away = Outage(mailbox)
     a, b = party("a"), party("b", clock=clock, box=away)
@@ -211,9 +214,7 @@ def test_an_outage_is_not_the_owners_death(party: Party, mailbox: MemoryMailbox,
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"\xff\xfe", b"[]", b'{"nonce":1}', b"{" * 5000])
-def test_rubbish_in_the_mailbox_holds_nobody_up(
-    rubbish: bytes, party: Party, mailbox: MemoryMailbox, quiet_clock: type[ManualClock]
-) -> None:
+def test_rubbish_in_the_mailbox_holds_nobody_up(rubbish: bytes, party: Party, mailbox: Mailbox, quiet_clock: type[ManualClock]) -> None:
     mailbox.put(KEYS.claim("job", 1), rubbish)
     mailbox.put(KEYS.claims("job") + "what", rubbish)
     clock = quiet_clock()
@@ -225,7 +226,7 @@ def test_rubbish_in_the_mailbox_holds_nobody_up(
     assert claimed(watch(c, clock, 10.0)).attempt == 3
 
 
-def test_values_that_json_cannot_hold_are_refused_before_anything_is_recorded(party: Party, mailbox: MemoryMailbox) -> None:
+def test_values_that_json_cannot_hold_are_refused_before_anything_is_recorded(party: Party, mailbox: Mailbox) -> None:
     a = party("a")
     claim = claimed(a.claim("job"))
     for value in (float("nan"), {1: 2}, b"bytes", object(), {"a": [float("inf")]}, "\ud800"):
@@ -235,7 +236,7 @@ def test_values_that_json_cannot_hold_are_refused_before_anything_is_recorded(pa
     a.finish(claim, value=[None, True, 1, 1.5, "ü", {"k": ()}])
 
 
-def test_many_items_of_one_owner_cost_one_look(party: Party, mailbox: MemoryMailbox, quiet_clock: type[ManualClock]) -> None:
+def test_many_items_of_one_owner_cost_one_look(party: Party, mailbox: Mailbox, quiet_clock: type[ManualClock]) -> None:
     a = party("a")
     items = [f"job-{number}" for number in range(50)]
     for item in items:
@@ -259,6 +260,6 @@ def test_a_closed_party_claims_nothing(party: Party) -> None:
 
 
 @pytest.mark.parametrize("options", [{"lease": 0.0}, {"lease": float("nan")}, {"max_attempts": 0}, {"learner_id": "a/b"}])
-def test_settings_that_cannot_work_are_refused(options: dict[str, object], mailbox: MemoryMailbox) -> None:
+def test_settings_that_cannot_work_are_refused(options: dict[str, object], mailbox: Mailbox) -> None:
     with pytest.raises(ConfigError):
         LeasedWork(mailbox, KEYS, **{"learner_id": "a", **options})  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ import pytest
 
 from gradientmail_torch.errors import ConfigError, CorruptObject, RunMismatch, RunTimeout, SynchronizationExpired, WorkFailed, WorkFenced
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, open_mailbox
-from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.patterns.synchronization import Call, Invocation, StoredFile, SynchronizationNode, sweep
 from gradientmail_torch.testing.clock import ManualClock
 from gradientmail_torch.testing.faults import Crash, LostAnswers, nth
@@ -22,12 +21,6 @@ InThreads = Callable[[int, Callable[[int], None]], None]
 Data = dict[str, Any]
 Deaths = Callable[..., Iterator[tuple[int, bool]]]
 THREE = ["shard-0", "shard-1", "shard-2"]
-
-
-@pytest.fixture
-def box(mailbox_url: str) -> Mailbox:
-    """An empty mailbox of each backend."""
-    return open_mailbox(mailbox_url)
 
 
 @pytest.fixture
@@ -281,7 +274,7 @@ def test_09_a_party_may_die_before_and_after_each_operation(
         node.call("shard-2", large)
         outcomes.append(node.wait(lambda data, invocation: [list(data), large.decode() * 2]))
 
-    for number, after in deaths(2):
+    for number, after in deaths():
         outcomes: list[Any] = []
         name = f"{number}-{after}"
         try:
@@ -347,9 +340,9 @@ def test_11_a_zombie_is_told_and_its_result_is_refused(make: Make, box: Mailbox)
 )
 @pytest.mark.parametrize("with_function", [True, False])
 def test_13_each_trigger_with_none_one_and_all_skipped(
-    trigger: str, skipped: int, status: str, with_function: bool, make: Make, mailbox: MemoryMailbox
+    trigger: str, skipped: int, status: str, with_function: bool, make: Make, box: Mailbox
 ) -> None:
-    node = make(mailbox, trigger=trigger)
+    node = make(box, trigger=trigger)
     for number, name in enumerate(THREE):
         _ = node.skip(name) if number < skipped else node.call(name, number)
     if not with_function and status == "done":
@@ -375,22 +368,22 @@ def test_a_function_that_raises_fails_the_node_for_everyone_with_its_traceback(m
     assert len(keys(box, "/claims/")) == 1
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, {"a": {1, 2}}, io.StringIO("text")])
-def test_a_result_that_cannot_travel_fails_the_node(value: object, make: Make, mailbox: MemoryMailbox) -> None:
-    node = make(mailbox, predecessors=["a"])
+@pytest.mark.parametrize("value", [object(), {1: 2}, {"a": {1, 2}}, io.StringIO("text"), io.StringIO()])
+def test_a_result_that_cannot_travel_fails_the_node(value: object, make: Make, box: Mailbox) -> None:
+    node = make(box, predecessors=["a"])
     node.call("a")
     with pytest.raises(WorkFailed, match="what the function of 'evaluate' returned"):
         node.wait(lambda data, invocation: value)
-    assert keys(mailbox, "/results/") == []
+    assert keys(box, "/results/") == []
 
 
-@pytest.mark.parametrize("payload", [object(), {1: 2}, {"a": {1, 2}}, io.StringIO("text"), "\ud800"])
-def test_a_payload_that_cannot_travel_is_refused_and_nothing_is_recorded(payload: object, make: Make, mailbox: MemoryMailbox) -> None:
-    node = make(mailbox)
-    before = keys(mailbox)
+@pytest.mark.parametrize("payload", [object(), {1: 2}, {"a": {1, 2}}, io.StringIO("text"), io.StringIO(), "\ud800"])
+def test_a_payload_that_cannot_travel_is_refused_and_nothing_is_recorded(payload: object, make: Make, box: Mailbox) -> None:
+    node = make(box)
+    before = keys(box)
     with pytest.raises(ConfigError, match="the payload of 'shard-0' for 'evaluate'"):
         node.call("shard-0", payload)
-    assert keys(mailbox) == before
+    assert keys(box) == before
     assert node.call("shard-0", "better").accepted
 
 
@@ -434,9 +427,9 @@ def test_15_a_wait_that_timed_out_can_be_resumed(make: Make, box: Mailbox) -> No
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan")])
-def test_a_timeout_that_is_no_duration_is_refused(timeout: float, make: Make, mailbox: MemoryMailbox) -> None:
+def test_a_timeout_that_is_no_duration_is_refused(timeout: float, make: Make, box: Mailbox) -> None:
     with pytest.raises(ConfigError, match="timeout"):
-        make(mailbox).wait(timeout=timeout)
+        make(box).wait(timeout=timeout)
 
 
 # --- sweeping ------------------------------------------------------------------------------------------
@@ -501,9 +494,9 @@ def test_16_a_result_that_comes_after_the_sweep_is_not_taken_for_committed(
 
 
 @pytest.mark.parametrize("options", [{"ttl": -1}, {"ttl": 0}, {"ttl": 10, "lease": 60}, {"ttl": float("nan")}, {"learner_id": ""}])
-def test_16_a_sweep_that_could_hit_the_living_is_refused(options: Any, mailbox: MemoryMailbox) -> None:
+def test_16_a_sweep_that_could_hit_the_living_is_refused(options: Any, box: Mailbox) -> None:
     with pytest.raises(ConfigError):
-        sweep(mailbox, **{"learner_id": "janitor", **options})
+        sweep(box, **{"learner_id": "janitor", **options})
 
 
 # --- bad input -----------------------------------------------------------------------------------------
@@ -522,19 +515,19 @@ def test_17_another_definition_under_the_same_name_is_refused(make: Make, box: M
 
 
 @pytest.mark.parametrize("predecessors", [[], [""], ["a", "a"], "abc", ["evaluate"], ["<start>"], ["\ud800"], ["x" * 300]])
-def test_17_predecessors_that_cannot_be_are_refused(predecessors: Any, make: Make, mailbox: MemoryMailbox) -> None:
+def test_17_predecessors_that_cannot_be_are_refused(predecessors: Any, make: Make, box: Mailbox) -> None:
     with pytest.raises(ConfigError):
-        make(mailbox, predecessors=predecessors)
-    assert keys(mailbox) == []
+        make(box, predecessors=predecessors)
+    assert keys(box) == []
 
 
-def test_17_an_unknown_predecessor_is_refused(make: Make, mailbox: MemoryMailbox) -> None:
-    node = make(mailbox)
-    before = keys(mailbox)
+def test_17_an_unknown_predecessor_is_refused(make: Make, box: Mailbox) -> None:
+    node = make(box)
+    before = keys(box)
     for act in (node.call, node.skip):
         with pytest.raises(ConfigError, match="'shard-9' is not a predecessor of 'evaluate': they are 'shard-0', 'shard-1', 'shard-2'"):
             act("shard-9")
-    assert keys(mailbox) == before
+    assert keys(box) == before
 
 
 @pytest.mark.parametrize(
@@ -549,10 +542,10 @@ def test_17_an_unknown_predecessor_is_refused(make: Make, mailbox: MemoryMailbox
         {"run_id": ""},
     ],
 )
-def test_settings_that_cannot_work_are_refused(options: Any, make: Make, mailbox: MemoryMailbox) -> None:
+def test_settings_that_cannot_work_are_refused(options: Any, make: Make, box: Mailbox) -> None:
     with pytest.raises(ConfigError):
-        make(mailbox, **options)
-    assert keys(mailbox) == []
+        make(box, **options)
+    assert keys(box) == []
 
 
 def test_18_1500_predecessors(make: Make, box: Mailbox) -> None:

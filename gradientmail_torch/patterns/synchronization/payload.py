@@ -145,9 +145,9 @@ def _store_file(mailbox: Mailbox, file: BinaryIO, key: str, what: str) -> Payloa
     try:
         position = file.tell()
         digest, size = hashlib.sha256(), 0
+        if not isinstance(file.read(0), bytes):
+            raise ConfigError(f"{what} is a text file: open it with mode 'rb'")
         while piece := file.read(CHUNK_BYTES):
-            if not isinstance(piece, bytes):
-                raise ConfigError(f"{what} is a text file: open it with mode 'rb'")
             digest.update(piece)
             size += len(piece)
         file.seek(position)

@@ -140,7 +140,7 @@ class Runner:
         key = self.ledger.keys.result(node, claim.nonce)
         try:
             value = function(data, invocation)
-            with value if isinstance(value, io.IOBase) else contextlib.nullcontext():
+            with contextlib.closing(value) if isinstance(value, io.IOBase) else contextlib.nullcontext():
                 ref = store(self.ledger.mailbox, value, lambda: key, what=f"what the function of {node!r} returned")
         except MailboxError:  # the store's failure is not the function's
             raise
