@@ -1,7 +1,8 @@
 """Three nodes train one model through a mailbox; one comes late, one is killed and comes back.
 
-``make demo`` runs it on this machine alone, with a directory as the mailbox. ``--mailbox s3://bucket/prefix`` runs
-the same on a bucket. Ends with a table and a picture of the loss curves, beside one process with the same tokens.
+``make demo``, or ``gradientmail demo`` where the package is installed, runs it on this machine alone, with a directory as
+the mailbox. ``--mailbox s3://bucket/prefix`` runs the same on a bucket. Ends with a table and a picture of the loss curves,
+beside one process with the same tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from rich.table import Table
 HERE = Path(__file__).parent
 NODES = ("node-0", "node-1", "node-2")
 LATE, VICTIM = "node-1", "node-2"
+MARK = ".gradientmail-demo"
+"""Says that a folder is a demo's."""
 BATCH = 16
 console = Console(width=128)
 
@@ -98,17 +101,31 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each node")
     parser.add_argument("--text", help="a file to train on instead of Python's help topics")
     options = parser.parse_args()
-    shutil.rmtree(options.out, ignore_errors=True)
-    options.out.mkdir(parents=True)
+    if options.steps < 16:
+        parser.error("--steps must be at least 16, so that a node can be killed half-way")
+    empty(options.out)
     mailbox = fresh_prefix(options.mailbox) if options.mailbox else str(options.out / "mailbox")
     shared = ["--text", options.text] if options.text else []
     nodes = {name: Node(name, options.out / f"{name}.jsonl", options.out / f"{name}.log") for name in NODES}
     console.print(f"[bold]Three nodes, one model, one mailbox:[/] {mailbox}\n")
     began = time.monotonic()
     with stopping(nodes):
-        train(nodes, options.steps, ["--mailbox", mailbox, "--validate-every", "50", *shared])
+        train(nodes, options.steps, ["--mailbox", mailbox, "--validate-every", str(options.steps // 8), *shared])
     alone = train_alone(nodes, options, shared)
-    report(nodes, alone, options.out, time.monotonic() - began)
+    report(nodes, alone, options.out, time.monotonic() - began, every=options.steps // 8)
+    tell_what_next(mailbox, options.out)
+    if len({node.result["val_loss"] for node in nodes.values() if node.result}) != 1:
+        raise SystemExit(1)
+
+
+def empty(out: Path) -> None:
+    """An empty folder at ``out``. What an earlier demo left is removed, and nothing else."""
+    if out.exists() and any(out.iterdir()):
+        if not (out / MARK).exists():
+            raise SystemExit(f"{out} holds something that is no demo's: give --out a folder that is not there yet")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARK).touch()
 
 
 def fresh_prefix(url: str) -> str:
@@ -144,7 +161,7 @@ def train(nodes: dict[str, Node], steps: int, options: list[str]) -> None:
             if late.process is None and nodes[NODES[0]].steps >= steps // 8:
                 console.print(f"  {LATE} boots now and joins the run in the middle")
                 late.launch([*options, "--steps", str(steps * 3 // 4), *done])
-            if victim.steps_before == 0 and victim.steps >= steps * 2 // 5:
+            if victim.steps_before == 0 and victim.steps >= steps * 2 // 5 and victim.result is None:
                 victim.kill()
                 victim.poll()
                 victim.steps_before = victim.steps
@@ -203,7 +220,7 @@ def train_alone(nodes: dict[str, Node], options: argparse.Namespace, shared: lis
     steps = run_samples(nodes) // BATCH
     console.print(f"\nOne process on the same number of tokens, {steps} steps, for comparison")
     with stopping({"alone": alone}), progress_bars({"alone": alone}, steps) as show:
-        alone.launch(["--steps", str(steps), "--validate-every", "100", *shared])
+        alone.launch(["--steps", str(steps), "--validate-every", str(options.steps // 4), *shared])
         while alone.result is None:
             time.sleep(0.2)
             show()
@@ -212,7 +229,7 @@ def train_alone(nodes: dict[str, Node], options: argparse.Namespace, shared: lis
     return alone
 
 
-def report(nodes: dict[str, Node], alone: Node, out: Path, seconds: float) -> None:
+def report(nodes: dict[str, Node], alone: Node, out: Path, seconds: float, *, every: int) -> None:
     table = Table(title="Nodes (the last life of each)")
     for column in (
         "node",
@@ -249,13 +266,21 @@ def report(nodes: dict[str, Node], alone: Node, out: Path, seconds: float) -> No
     assert alone.result is not None
     picture = plot(nodes, alone, out)
     console.print(f"All nodes report the same loss: [bold]{len(losses) == 1}[/]")
-    console.print(f"Validation loss of the run: {first[0]:.4f} after 50 steps, {max(losses):.4f} at the end")
+    console.print(f"Validation loss of the run: {first[0]:.4f} after {every} steps, {max(losses):.4f} at the end")
     console.print(
         f"One process that made {alone.result['steps']} steps one after the other on the same tokens: {alone.result['val_loss']:.4f}"
     )
     console.print(f"Loss curves: {picture}   ({seconds:.0f} s in all)")
-    if len(losses) != 1:
-        raise SystemExit(1)
+
+
+def tell_what_next(mailbox: str, out: Path) -> None:
+    """Commands that can be copied, so each on one line however long it is."""
+    command = Path(sys.executable).parent / "gradientmail"
+    here = os.path.relpath(command) if command.is_relative_to(Path.cwd()) else "gradientmail"
+    logs = " ".join(f"--log {out / name}.jsonl" for name in NODES)
+    console.print("\nThe run as a page, the model as a file:")
+    for line in (f"report '{mailbox}' {out / 'report.html'} {logs}", f"export '{mailbox}' {out / 'model.safetensors'}"):
+        console.print(f"  {here} {line}", soft_wrap=True, highlight=False)
 
 
 def plot(nodes: dict[str, Node], alone: Node, out: Path) -> Path:

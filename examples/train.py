@@ -51,7 +51,7 @@ class Events(Callback):
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._samples = 0
-        self.write("start", pid=os.getpid())
+        self.write("start", pid=os.getpid(), program=str(Path(__file__).resolve()))
 
     def write(self, event: str, **values: Any) -> None:
         self._file.write(json.dumps({"event": event, "at": time.time(), **values}) + "\n")

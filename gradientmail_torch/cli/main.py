@@ -314,3 +314,12 @@ def report(
         view = read_run(open_to_read(url), history=True)
         file.write_text(page(view, load(prices), read_logs(log), now=SYSTEM_CLOCK.wall()))
         out.print(f"{file}", soft_wrap=True)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def demo(context: typer.Context) -> None:
+    """Three nodes on this machine train one model; one comes late, one is killed and comes back."""
+    from gradientmail_torch.cli.demo import demo as start
+
+    with told():
+        start(context.args)
