@@ -118,7 +118,7 @@ class Companion(Callback):
             timeout,
             mailbox=part.open,
             learner_id=part.identify(),
-            poll_interval=part.poll_interval,
+            poll_interval=part.settings.longest_look,
             interrupted=lambda: self.termination.due,
         )
 

@@ -45,7 +45,7 @@ class Participation:
     batch_size: Callable[[Any], int] | None = None
     """Samples in a batch, where that cannot be told from its tensors."""
     lease: float = 30.0
-    poll_interval: float = 1.0
+    poll_interval: float | None = None
     outage_timeout: float = 600.0
     step_timeout: float = 600.0
     keep: int | None = 4

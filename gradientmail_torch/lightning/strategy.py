@@ -62,7 +62,7 @@ class _MailboxMixin(Strategy):
         exchange_every: int = 1,
         batch_size: Callable[[Any], int] | None = None,
         lease: float = 30.0,
-        poll_interval: float = 1.0,
+        poll_interval: float | None = None,
         outage_timeout: float = 600.0,
         step_timeout: float = 600.0,
         keep: int | None = 4,

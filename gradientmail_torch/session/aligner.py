@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from gradientmail_torch.algorithms.adoption import Outcome
+from gradientmail_torch.algorithms.algorithm import Pace
 from gradientmail_torch.messages import Commit
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.run import Base, Run
@@ -18,11 +19,11 @@ class Aligner:
     """
 
     def __init__(
-        self, run: Run, replica: Replica, *, poll_interval: float, prepared: Callable[[], None], advanced: Callable[[Fragment], None]
+        self, run: Run, replica: Replica, *, pace: Callable[[], Pace], prepared: Callable[[], None], advanced: Callable[[Fragment], None]
     ) -> None:
         self._run = run
         self._replica = replica
-        self._poll_interval = poll_interval
+        self._pace = pace
         self._prepared = prepared
         self._advanced = advanced
 
@@ -34,7 +35,7 @@ class Aligner:
                 self._look(fragment)
             if self._replica.prepare(fragment):
                 self._prepared()
-        return self._poll_interval
+        return self._pace().poll_interval
 
     def accept(self, fragment: Fragment, commit: Commit, values: list[Tensor]) -> None:
         """Take a commit whose values are in memory already: one that this learner has made."""

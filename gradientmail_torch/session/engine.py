@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gradientmail_torch.algorithms.algorithm import Algorithm
+from gradientmail_torch.algorithms.algorithm import Algorithm, Pace
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import GradientMailError
 from gradientmail_torch.messages import Commit
@@ -50,7 +50,7 @@ class Engine:
         self._replica: Replica | None = None
         self._start("heartbeat", membership.beat)
 
-    def start(self, run: Run, replica: Replica, algorithm: Algorithm, *, seconds_per_step: Callable[[], float]) -> None:
+    def start(self, run: Run, replica: Replica, algorithm: Algorithm, *, pace: Callable[[], Pace]) -> None:
         """Begin to publish, align, watch and merge."""
         settings, clock, life = self._settings, self._clock, self._membership.life
         self._replica = replica
@@ -67,12 +67,12 @@ class Engine:
             replica,
             life,
             wire_format=algorithm.wire,
-            poll_interval=settings.poll_interval,
+            poll_interval=settings.longest_look,
             clock=clock,
             encoded=lambda: self.wake("aligner"),
             unsound=self._attend,
         )
-        self.aligner = Aligner(run, replica, poll_interval=settings.poll_interval, prepared=self._attend, advanced=self._advanced)
+        self.aligner = Aligner(run, replica, pace=pace, prepared=self._attend, advanced=self._advanced)
         merger = Merger(
             run,
             replica,
@@ -92,7 +92,7 @@ class Engine:
             settings=settings,
             clock=clock,
             membership=self._membership,
-            seconds_per_step=seconds_per_step,
+            pace=pace,
             signals=Signals(
                 called=self._attend,
                 hinted=lambda: self.wake("aligner"),

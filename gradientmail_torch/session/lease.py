@@ -112,7 +112,7 @@ def _wait_until_silent(mailbox: Mailbox, learner_id: str, generation: int, life:
     first = _read_beat(mailbox, key)
     watched = WatchedTime(clock, lease=settings.lease)
     while first is None or first.state != "ended":
-        clock.sleep(min(settings.poll_interval, settings.beat_interval))
+        clock.sleep(min(settings.longest_look, settings.beat_interval))
         beat = _read_beat(mailbox, key)
         if beat is not None and (first is None or beat.count != first.count):
             if beat.state == "ended":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import nn
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.adoption import Outcome
-from gradientmail_torch.algorithms.algorithm import Algorithm, DecoupledDiLoCo
+from gradientmail_torch.algorithms.algorithm import Algorithm, DecoupledDiLoCo, Pace
 from gradientmail_torch.algorithms.layout import describe, split
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import BackgroundFailure, ConfigError, GradientMailError, LearnerFenced, RunTimeout
@@ -81,7 +82,7 @@ class Session:
         learner_id: str,
         algorithm: Algorithm | None = None,
         lease: float = 30.0,
-        poll_interval: float = 1.0,
+        poll_interval: float | None = None,
         outage_timeout: float = 600.0,
         step_timeout: float = 600.0,
         keep: int | None = 4,
@@ -124,7 +125,7 @@ class Session:
                 values=lambda fragment: initial_values(access, fragment),
             )
             replica = self._load(access)
-            self._engine.start(self.run, replica, self.algorithm, seconds_per_step=lambda: self._seconds_per_step)
+            self._engine.start(self.run, replica, self.algorithm, pace=self._pace)
             self._replica = replica  # from here on the heartbeat speaks of it
         except BaseException:
             self._membership.state = "ended"
@@ -240,7 +241,7 @@ class Session:
                     f"{self.learner_id}: {type(self.algorithm).__name__} waited {self._settings.step_timeout:g} s for a round of "
                     f"{self.algorithm.quorum} learners; {self._who_is_there()}. Start the missing ones, or use DecoupledDiLoCo"
                 )
-            self._clock.wait(self._changed, self._settings.poll_interval)
+            self._clock.wait(self._changed, self._pace().poll_interval)
             self._changed.clear()
             self._exchange(replica)
 
@@ -250,6 +251,10 @@ class Session:
             pace = (now - self._boundary_at) / steps
             self._seconds_per_step = pace if self._seconds_per_step == 0 else 0.5 * (self._seconds_per_step + pace)
         self._boundary_step = replica.total.steps
+
+    def _pace(self) -> Pace:
+        cycle_s = self._seconds_per_step * self.algorithm.sync_every or math.inf  # as yet unknown
+        return Pace(seconds_per_step=self._seconds_per_step, poll_interval=self._settings.look_interval(cycle_s))
 
     def _raise_failure(self) -> None:
         failure = self._engine.failure
@@ -347,7 +352,7 @@ class Session:
                     if self._clock.monotonic() >= deadline:
                         return self._open_round()
                     self._raise_failure()
-                    self._clock.sleep(self._settings.poll_interval / 10)
+                    self._clock.sleep(self._pace().poll_interval / 10)
             if self._membership.others("joining", "training", "waiting") or not self._engine.syncer.open_rounds:
                 return ""
 
@@ -359,7 +364,7 @@ class Session:
 
     def _wait(self, deadline: float) -> None:
         left = deadline - self._clock.monotonic()
-        self._clock.wait(self._changed, max(0.0, min(left, self._settings.poll_interval)))
+        self._clock.wait(self._changed, max(0.0, min(left, self._pace().poll_interval)))
         self._changed.clear()
 
     def _end(self, timeout: float = STOP_SECONDS) -> None:

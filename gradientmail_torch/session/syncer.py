@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from gradientmail_torch import keys
@@ -68,7 +68,7 @@ class Syncer:
         settings: Settings,
         clock: Clock,
         membership: Membership,
-        seconds_per_step: Callable[[], float],
+        pace: Callable[[], Pace],
         signals: Signals,
     ) -> None:
         self._run = run
@@ -79,7 +79,7 @@ class Syncer:
         self._settings = settings
         self._clock = clock
         self._membership = membership
-        self._seconds_per_step = seconds_per_step
+        self._pace = pace
         self._signals = signals
         self._watches: dict[tuple[int, int], _Watch] = {}
         self._quiet_ticks = 0
@@ -158,7 +158,7 @@ class Syncer:
         """Look less often, down to a quarter, while the listing shows nothing new and no round is open."""
         self._quiet_ticks = 0 if listing != self._last_listing or self.open_rounds else self._quiet_ticks + 1
         self._last_listing = listing
-        return self._settings.poll_interval * min(4, 1 + self._quiet_ticks // 4)
+        return self._pace().poll_interval * min(4, 1 + self._quiet_ticks // 4)
 
     # --- deciding --------------------------------------------------------------------------------------
 
@@ -189,13 +189,7 @@ class Syncer:
         return frozenset() if self._membership.state in ("leaving", "ended") else frozenset({self._life.learner_id})
 
     def _grace_s(self) -> float:
-        return self._algorithm.grace_s(
-            Pace(
-                seconds_per_step=self._seconds_per_step(),
-                poll_interval=self._settings.poll_interval,
-                merge_seconds=self._merger.seconds,
-            )
-        )
+        return self._algorithm.grace_s(replace(self._pace(), merge_seconds=self._merger.seconds))
 
     def _turn(self, fragment: Fragment, version: int, watch: _Watch, live: Mapping[str, Peer], now: float) -> bool:
         """Whether it is this learner's turn: the k-th in the order waits k × ``claim_delay`` for those before it."""

@@ -153,7 +153,7 @@ def test_another_algorithm_is_refused(node: Node, mailbox: Mailbox) -> None:
         ({"start_parties": 0}, "start_parties must be None or a whole number of at least 1, not 0"),
         ({"done_parties": 1.5}, "done_parties must be None or a whole number of at least 1, not 1.5"),
         ({"exchange_every": 0}, "exchange_every must be at least 1, not 0"),
-        ({"poll_interval": 0}, "poll_interval must be above 0 seconds, not 0"),
+        ({"poll_interval": 0}, "poll_interval must be None or above 0 seconds, not 0"),
         ({"lease": -1}, "lease must be above 0 seconds, not -1"),
         ({"start_timeout": -1}, "start_timeout must be None or at least 0 seconds, not -1"),
         ({"leave_timeout": -1}, "leave_timeout must be at least 0 seconds, not -1"),
