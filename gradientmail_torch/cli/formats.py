@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from gradientmail_torch.errors import ConfigError
 
@@ -41,6 +42,11 @@ def dollars(amount: float) -> str:
 
 def plural(number: int, noun: str, nouns: str = "") -> str:
     return f"{number} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """The first of ``names``, and how many there are besides."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def bits_per_second(text: str) -> float:

@@ -1,12 +1,17 @@
-"""Several requests at the same time."""
+"""Several requests at the same time, and listings that pass over what is not asked for."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TypeVar
 
+from gradientmail_torch import keys
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
+from gradientmail_torch.errors import CorruptObject
+from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.messages import R, read
 
 T = TypeVar("T")
 
@@ -36,3 +41,27 @@ def gather(work: Iterable[Callable[[], T]], *, width: int = 16, clock: Clock = S
     if errors:
         raise errors[0]
     return [results[place] for place in range(len(calls))]
+
+
+def read_all(mailbox: Mailbox, kind: type[R], wanted: Iterable[str], *, clock: Clock = SYSTEM_CLOCK) -> list[R | None]:
+    """The records at these keys, None where there is none or it cannot be read: one bad object must not hide the others."""
+    return gather([partial(_tolerant, mailbox, kind, key) for key in wanted], clock=clock)
+
+
+def _tolerant(mailbox: Mailbox, kind: type[R], key: str) -> R | None:
+    try:
+        return read(mailbox, kind, key)
+    except CorruptObject:
+        return None
+
+
+def names_below(mailbox: Mailbox, prefix: str) -> Iterator[str]:
+    """The names of what lies below ``prefix``: one listing each, which jumps over what it consists of."""
+    after, seen = "", set[str]()
+    while (key := next(mailbox.list(prefix, after=after), None)) is not None:
+        name = keys.segment_below(prefix, key)
+        if name in seen:
+            return
+        seen.add(name)
+        yield name
+        after = keys.behind_segment(prefix, name)

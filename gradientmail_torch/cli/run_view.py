@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 from gradientmail_torch import keys
-from gradientmail_torch.cli.gather import gather
+from gradientmail_torch.cli.gather import names_below, read_all
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import CorruptObject, InvalidName, RunMismatch, RunTimeout
 from gradientmail_torch.mailbox import Mailbox
-from gradientmail_torch.messages import Beat, Commit, LifeRecord, Manifest, Record, check_manifest, read
+from gradientmail_torch.messages import Beat, Commit, LifeRecord, Manifest, check_manifest, read
 from gradientmail_torch.patterns.queue import Progress, SharedQueue
 
 
@@ -111,31 +109,16 @@ def read_run(mailbox: Mailbox, *, history: bool = False, clock: Clock = SYSTEM_C
         earlier=earlier,
         fragments=fragments,
         rounds=_open_rounds(mailbox, {fragment.index: fragment.version for fragment in fragments}),
-        barriers=_barriers(mailbox, [life.learner_id for life in learners]),
-        queues=_queues(mailbox),
+        barriers=read_barriers(mailbox, [life.learner_id for life in learners]),
+        queues=read_queues(mailbox),
         commits=commits if history else (),
     )
-
-
-R = TypeVar("R", bound=Record)
-
-
-def _tolerant(mailbox: Mailbox, kind: type[R], key: str) -> R | None:
-    """The record at ``key``, None where it cannot be read: one bad object must not hide the run."""
-    try:
-        return read(mailbox, kind, key)
-    except CorruptObject:
-        return None
-
-
-def _read_all(mailbox: Mailbox, kind: type[R], wanted: Sequence[str], clock: Clock) -> list[R | None]:
-    return gather([partial(_tolerant, mailbox, kind, key) for key in wanted], clock=clock)
 
 
 def read_beats(mailbox: Mailbox, lives: Iterable[keys.Life], *, clock: Clock = SYSTEM_CLOCK) -> dict[keys.Life, Beat | None]:
     """The last beat of each life."""
     wanted = [*lives]
-    return dict(zip(wanted, _read_all(mailbox, Beat, [keys.beat(*life) for life in wanted], clock), strict=True))
+    return dict(zip(wanted, read_all(mailbox, Beat, [keys.beat(*life) for life in wanted], clock=clock), strict=True))
 
 
 def _lives(mailbox: Mailbox, history: bool, clock: Clock) -> tuple[tuple[LifeView, ...], tuple[LifeView, ...]]:
@@ -146,7 +129,7 @@ def _lives(mailbox: Mailbox, history: bool, clock: Clock) -> tuple[tuple[LifeVie
             lives.append(keys.parse_life(key))
     newest = {learner_id: max(generation for who, generation in lives if who == learner_id) for learner_id, _ in lives}
     wanted = sorted(lives if history else (keys.Life(*each) for each in newest.items()))
-    records = _read_all(mailbox, LifeRecord, [keys.learner(*life) for life in wanted], clock)
+    records = read_all(mailbox, LifeRecord, [keys.learner(*life) for life in wanted], clock=clock)
     beats = read_beats(mailbox, [life for life in wanted if newest[life.learner_id] == life.generation], clock=clock)
     views = [
         LifeView(learner_id=life.learner_id, generation=life.generation, record=record, beat=beats.get(life))
@@ -164,7 +147,7 @@ def _commits(mailbox: Mailbox, manifest: Manifest, learners: Iterable[LifeView],
         after = keys.commit(fragment, hint - 1) if hint > 1 and not history else ""
         listed = [key for key in mailbox.list(keys.commit_prefix(fragment), after=after) if _version(key)]
         wanted += listed if history else listed[-1:]
-    return tuple(commit for commit in _read_all(mailbox, Commit, wanted, clock) if commit is not None)
+    return tuple(commit for commit in read_all(mailbox, Commit, wanted, clock=clock) if commit is not None)
 
 
 def _fragments(manifest: Manifest, commits: Iterable[Commit]) -> tuple[FragmentView, ...]:
@@ -198,7 +181,8 @@ def _open_rounds(mailbox: Mailbox, versions: Mapping[int, int]) -> tuple[OpenRou
     return tuple(OpenRound(fragment=f, version=v, contributors=tuple(who)) for (f, v), who in sorted(found.items()))
 
 
-def _barriers(mailbox: Mailbox, learners: Sequence[str]) -> tuple[BarrierView, ...]:
+def read_barriers(mailbox: Mailbox, learners: Sequence[str]) -> tuple[BarrierView, ...]:
+    """Every barrier, and which of ``learners`` have not arrived."""
     arrived: dict[str, list[str]] = {}
     for key in mailbox.list(keys.BARRIERS):
         if (learner_id := keys.parse_arrival(key)) is not None:
@@ -209,18 +193,13 @@ def _barriers(mailbox: Mailbox, learners: Sequence[str]) -> tuple[BarrierView, .
     )
 
 
-def _queues(mailbox: Mailbox) -> tuple[QueueView, ...]:
-    """Their names come from one listing each, which jumps over the items."""
-    found: dict[str, QueueView] = {}
-    after = ""
-    while (key := next(mailbox.list(keys.QUEUES, after=after), None)) is not None:
-        name = keys.segment_below(keys.QUEUES, key)
-        if name in found:
-            break
-        after = keys.behind_segment(keys.QUEUES, name)
-        try:
-            progress = SharedQueue(name, mailbox, "reader", fill_timeout=0).progress()
-        except (RunTimeout, CorruptObject):
-            progress = None
-        found[name] = QueueView(name=name, progress=progress)
-    return tuple(found.values())
+def read_queues(mailbox: Mailbox) -> tuple[QueueView, ...]:
+    return tuple(_queue(mailbox, name) for name in names_below(mailbox, keys.QUEUES))
+
+
+def _queue(mailbox: Mailbox, name: str) -> QueueView:
+    try:
+        progress = SharedQueue(name, mailbox, "reader", fill_timeout=0).progress()
+    except (RunTimeout, CorruptObject):
+        progress = None
+    return QueueView(name=name, progress=progress)

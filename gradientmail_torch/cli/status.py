@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from gradientmail_torch import keys
-from gradientmail_torch.cli.formats import count, duration, plural, size
-from gradientmail_torch.cli.run_view import BarrierView, FragmentView, LifeView, OpenRound, QueueView, RunView, read_run
+from gradientmail_torch.cli.formats import count, duration, plural, size, some
+from gradientmail_torch.cli.patterns_view import CampaignView, NodeState, ServerView, SynchronizationView, campaigns, synchronizations
+from gradientmail_torch.cli.run_view import (
+    BarrierView,
+    FragmentView,
+    LifeView,
+    OpenRound,
+    QueueView,
+    RunView,
+    read_barriers,
+    read_queues,
+    read_run,
+)
 from gradientmail_torch.cli.tables import add, printable, table
 from gradientmail_torch.cli.watching import BeatWatch, Presence, Sighting, sightings
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.mailbox import Mailbox
 
+MOST_SHOWN = 12
+"""Of a long list."""
+_OPEN: Mapping[NodeState, str] = {"waiting": "yellow", "complete": "", "running": "green"}
+"""States of nodes that have not ended, and their colours."""
 _STYLES: Mapping[Presence, str] = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
 
 
@@ -63,15 +80,42 @@ class Status:
     open_rounds: tuple[OpenRound, ...]
     barriers: tuple[BarrierView, ...]
     queues: tuple[QueueView, ...]
+    campaigns: tuple[CampaignView, ...] = ()
+    synchronizations: tuple[SynchronizationView, ...] = ()
+
+    @property
+    def patterns(self) -> bool:
+        """Whether there is anything besides a run."""
+        return bool(self.barriers or self.queues or self.campaigns or self.synchronizations)
 
 
 def read_status(mailbox: Mailbox, watch: BeatWatch, *, longest_s: float, clock: Clock = SYSTEM_CLOCK) -> Status:
-    """Watch the beats for as long as it takes to tell who is there, at most ``longest_s`` seconds, then read the run."""
-    seen = sightings(mailbox, read_run(mailbox, clock=clock).learners, watch, longest_s=longest_s, clock=clock)
-    return describe(read_run(mailbox, clock=clock), seen)
+    """Watch the beats for as long as it takes to tell who is there, at most ``longest_s`` seconds, then read what is there.
+
+    Raises :class:`RunMismatch` when the mailbox holds neither a run nor anything that the patterns write.
+    """
+    deadline = clock.monotonic() + longest_s
+    campaigns(mailbox, watch, clock=clock)  # a first look, so that the time that follows counts for its servers
+    if mailbox.get(keys.RUN, length=1) is None:
+        found = Status(barriers=read_barriers(mailbox, ()), queues=read_queues(mailbox), mailbox=repr(mailbox), **_NO_RUN)
+    else:
+        seen = sightings(mailbox, read_run(mailbox, clock=clock).learners, watch, longest_s=longest_s, clock=clock)
+        found = describe(read_run(mailbox, clock=clock), seen)
+    found = replace(
+        found,
+        campaigns=campaigns(mailbox, watch, longest_s=max(0.0, deadline - clock.monotonic()), clock=clock),
+        synchronizations=synchronizations(mailbox, clock=clock),
+    )
+    if not found.founder and not found.patterns:
+        read_run(mailbox, clock=clock)  # says that there is none
+    return found
+
+
+_NO_RUN: dict[str, Any] = {"founder": "", "algorithm": "", "parameters": 0, "learners": (), "fragments": (), "open_rounds": ()}
 
 
 def describe(view: RunView, seen: Mapping[keys.Life, Sighting]) -> Status:
+    """The run alone."""
     return Status(
         mailbox=view.mailbox,
         founder=view.manifest.founder,
@@ -125,11 +169,10 @@ def screen(status: Status) -> RenderableType:
 def _parts(status: Status) -> Iterator[RenderableType]:
     here = sum(learner.presence == "alive" for learner in status.learners)
     training = sum(learner.presence == "alive" and learner.state == "training" for learner in status.learners)
-    yield Text.assemble(
-        (printable(status.mailbox), "bold"),
-        f"\n{count(status.parameters)} parameters, {status.algorithm}; {plural(here, 'learner')} here, {training} training",
-    )
-    for shown in (_learner_table(status), _fragment_table(status), *_patterns(status)):
+    about = f"{count(status.parameters)} parameters, {status.algorithm}; {plural(here, 'learner')} here, {training} training"
+    yield Text.assemble((printable(status.mailbox), "bold"), "\n", about if status.founder else "no training run here")
+    run = (_learner_table(status), _fragment_table(status)) if status.founder else ()
+    for shown in (*run, *_patterns(status)):
         yield Text()
         yield shown
 
@@ -184,3 +227,35 @@ def _patterns(status: Status) -> Iterator[Table]:
             p = queue.progress
             add(shown, queue.name, *((p.done, p.claimed, p.left, p.failed) if p else ("not filled", "", "", "")))
         yield shown
+    if status.campaigns:
+        figures = ("queued", "in work", "done", "unread")
+        shown = table("campaign", *figures, "task servers", right=figures)
+        for campaign in status.campaigns:
+            doers = [_server(server) for server in campaign.servers] + ["told to stop"] * campaign.stopping
+            add(shown, campaign.name, campaign.queued, campaign.claimed, campaign.done, campaign.unread, "; ".join(doers))
+        yield shown
+    if status.synchronizations:
+        yield _synchronization_table(status.synchronizations)
+
+
+def _server(server: ServerView) -> str:
+    seen = "here" if server.beating else f"not seen for {duration(server.last_seen_s)}"
+    return f"{server.server_id} ({plural(server.slots, 'slot')}, {seen})"
+
+
+def _synchronization_table(found: Iterable[SynchronizationView]) -> Table:
+    """The nodes that are open, each with whom it waits for; of those that have ended, how many."""
+    shown = table("synchronization", "node", "state", "reached by", "missing")
+    for run in found:
+        left = [node for node in run.nodes if node.state in _OPEN]
+        ended = Counter(node.state for node in run.nodes if node.state not in _OPEN)
+        name = run.run_id
+        for node in left[:MOST_SHOWN]:
+            state = node.state + (f", attempt {node.attempts}" if node.attempts > 1 else "")
+            add(shown, name, node.name, (state, _OPEN[node.state]), some(node.reached), (some(node.missing), "yellow"))
+            name = ""
+        more = [f"{len(left) - MOST_SHOWN} more open"] if len(left) > MOST_SHOWN else []
+        if ended or more:
+            alone = run.nodes[0].name if run.kind == "node" else ""
+            add(shown, name, alone, (", ".join([*more, *(f"{number} {state}" for state, number in ended.items())]), "dim"), "", "")
+    return shown

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,29 +28,35 @@ class Sighting:
     """Seconds of own watching since the beat last changed."""
 
 
+@dataclass(slots=True)
+class _Seen:
+    count: int
+    since: float
+    moved: bool = False
+
+
 class BeatWatch:
     """Remembers when each beat last changed before its own eyes."""
 
     def __init__(self, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._counts: dict[keys.Life, int] = {}
-        self._since: dict[keys.Life, float] = {}
-        self._moved: set[keys.Life] = set()
+        self._seen: dict[Hashable, _Seen] = {}
+
+    def see_count(self, who: Hashable, count: int) -> tuple[bool, float]:
+        """Whether the count of ``who`` has changed since it was seen first, and for how many seconds it has not."""
+        now = self._clock.monotonic()
+        seen = self._seen.setdefault(who, _Seen(count, now))
+        if seen.count != count:
+            seen.count, seen.since, seen.moved = count, now, True
+        return seen.moved, now - seen.since
 
     def see(self, beats: Mapping[keys.Life, Beat | None]) -> dict[keys.Life, Sighting]:
         """Take in what has just been read, and say who is there."""
-        now = self._clock.monotonic()
-        return {life: self._see(life, beat, now) for life, beat in beats.items()}
+        return {life: self._see(life, beat) for life, beat in beats.items()}
 
-    def _see(self, life: keys.Life, beat: Beat | None, now: float) -> Sighting:
-        count = -1 if beat is None else beat.count
-        if life in self._counts and self._counts[life] != count:
-            self._moved.add(life)
-        if self._counts.get(life) != count:
-            self._since[life] = now
-        self._counts[life] = count
-        still_s = now - self._since[life]
-        presence: Presence = "alive" if life in self._moved else "unknown"
+    def _see(self, life: keys.Life, beat: Beat | None) -> Sighting:
+        moved, still_s = self.see_count(life, -1 if beat is None else beat.count)
+        presence: Presence = "alive" if moved else "unknown"
         if beat is not None and beat.state == "ended":
             presence = "ended"
         elif still_s > MISSED_BEATS * _interval(beat):

@@ -20,6 +20,7 @@ from gradientmail_torch.keys.names import (
 )
 from gradientmail_torch.keys.outside import (
     BARRIERS,
+    CAMPAIGNS,
     INITIAL,
     LEARNERS,
     PROBES,
@@ -73,6 +74,7 @@ from gradientmail_torch.keys.steering import RequestKey, ResultKey, TaskKeys, pa
 __all__ = [
     "BARRIERS",
     "BEATS",
+    "CAMPAIGNS",
     "COMMITS",
     "INITIAL",
     "LEARNERS",

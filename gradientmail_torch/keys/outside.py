@@ -8,6 +8,7 @@ LEARNERS = "learners/"
 INITIAL = "init/"
 BARRIERS = "barriers/"
 QUEUES = "queues/"
+CAMPAIGNS = "steering/"
 PROBES = "probe/"
 
 

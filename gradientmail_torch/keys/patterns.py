@@ -121,6 +121,12 @@ class SyncKeys(WorkKeys):
             raise InvalidName(f"{key!r} is not a key of a synchronization")
         return SyncKeys("/".join(parts[:length]) + "/")
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The run's ID, and the name of the node that stands alone; empty for a workflow."""
+        _, run_id, _, *node = self.root.removesuffix("/").split("/")
+        return decode_name(run_id), decode_name(node[0]) if node else ""
+
     def manifest(self) -> str:
         return f"{self.root}manifest"
 

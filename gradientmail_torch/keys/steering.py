@@ -39,8 +39,13 @@ class TaskKeys(WorkKeys):
         """An intermediate result, written by one attempt only; sorts behind the outcome."""
         return f"{self.outcome(item)}{_TASK_SEPARATOR}{number(attempt, 6)}{_TASK_SEPARATOR}{number(place, 6)}"
 
-    def results(self, topic: str) -> str:
-        return f"{self.root}results/{encode_name(topic, what='topic')}/"
+    def results(self, topic: str | None = None) -> str:
+        """Prefix of a topic's results, or of all."""
+        return f"{self.root}results/" if topic is None else f"{self.root}results/{encode_name(topic, what='topic')}/"
+
+    def claims_from(self, item: str) -> str:
+        """What sorts just before the claims of ``item`` and of younger ones."""
+        return self.claims(item)[:-1]
 
     def results_from(self, item: str) -> str:
         """What sorts just before the results of ``item`` and of younger ones."""
