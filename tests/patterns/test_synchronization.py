@@ -152,19 +152,15 @@ def test_04_a_large_file_passes_in_little_memory(backend: str, make: Make, tmp_p
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize(("size", "all_wait"), [(8_000, True), (20_000, False)])
-def test_a_fan_in_of_64_over_s3_costs_two_puts_per_predecessor_and_four_for_the_node(
-    size: int, all_wait: bool, s3_url: str, in_threads: InThreads
-) -> None:
-    """In the worst case: small payloads and every party waits to run it, or large ones and few do."""
+@pytest.mark.parametrize("size", [8_000, 20_000])
+def test_a_fan_in_of_64_over_s3_costs_two_puts_per_predecessor_and_four_for_the_node(size: int, s3_url: str, in_threads: InThreads) -> None:
     names = [f"shard-{number}" for number in range(64)]
     box = CountingMailbox(open_mailbox(s3_url))
 
     def party(number: int) -> None:
-        node = SynchronizationNode("evaluate", names, box, f"node-{number}", poll_interval=0.2)
+        node = SynchronizationNode("evaluate", names, box, f"node-{number}", poll_interval=3.0)
         node.call(names[number], b"x" * size)
-        if all_wait or number == 0:
-            sums.append(node.wait(lambda data, invocation: sum(map(len, data.values())), timeout=60).value)
+        sums.append(node.wait(lambda data, invocation: sum(map(len, data.values())), timeout=60).value)
 
     sums: list[Any] = []
     SynchronizationNode("evaluate", names, box, "first")
@@ -223,6 +219,24 @@ def test_06_of_two_large_calls_at_the_same_moment_one_stands_and_the_other_leave
     for name in THREE:
         node.call(name, b"")
     assert node.wait(lambda data, invocation: data["shard-0"][:5]).value == b"rival"
+
+
+@pytest.mark.parametrize(("caller", "looks"), [("last", 0), ("first", 0), ("second", 1), ("onlooker", 1)])
+def test_who_called_last_or_first_runs_it_at_once_and_the_others_leave_it_to_them_for_a_look(
+    caller: str, looks: int, make: Make, box: Mailbox, quiet_clock: type[ManualClock]
+) -> None:
+    clock = quiet_clock()
+    parties = {name: make(box, name, clock=clock) for name in ("first", "second", "last", "onlooker")}
+    for name, predecessor in zip(parties, THREE, strict=False):
+        parties[name].call(predecessor, 1)
+    assert parties[caller].wait(total).value == 3
+    assert len(clock.sleeps) == looks
+
+
+def test_the_last_look_before_a_timeout_runs_it_whoever_comes_first(make: Make, box: Mailbox) -> None:
+    for name in THREE:
+        make(box, name).call(name, 1)
+    assert make(box, "onlooker").wait(total, timeout=0).value == 3
 
 
 # --- dying ---------------------------------------------------------------------------------------------

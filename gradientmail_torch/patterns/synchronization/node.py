@@ -25,15 +25,17 @@ class SynchronizationNode:
         node.call("shard-0", {"loss": 1.5, "count": 100})       # skip("shard-0") where it will not come
         result = node.wait(lambda data, invocation: reduce(data.values()), timeout=600)
 
-    Any number of machines may hold the node and wait; whoever sees it complete first runs the function, and all get
+    Any number of machines may hold the node and wait; one of those that see it complete runs the function, and all get
     the one committed result. If that machine dies, another takes over after ``lease`` seconds and runs it again
     (``invocation.attempt`` tells the runs apart); the first run to end counts.
 
     Payloads and results are JSON values (NaN too), bytes, or open binary files of any size, which stream: the
     function gets those as :class:`StoredFile`. Up to 8 KiB a payload costs one put, above it two; a node costs a
-    claim, an outcome, a heartbeat every ``lease / 5`` seconds that the function takes, and the result if it is large.
-    Each further party that finds it complete at the same moment may pay for one claim that is refused. 1 GiB passes
-    in 54 MiB of memory over S3, 16 MiB over a directory.
+    manifest, a claim, an outcome, a heartbeat every ``lease / 5`` seconds that the function takes, and the result if it
+    is large. Parties that open a new node within one round trip of each other may each pay for its manifest. Who calls
+    last runs the function, else who called the first predecessor; where they have not begun one ``poll_interval``
+    later, up to 8 others may, then up to 64, so that few pay for a claim that is refused. 1 GiB passes in 54 MiB of
+    memory over S3, 16 MiB over a directory.
 
     Args:
         name: any text; with ``run_id`` it serves once.
@@ -91,12 +93,12 @@ class SynchronizationNode:
         Raises :class:`ConfigError` for an unknown predecessor or a payload that cannot travel, and
         :class:`SynchronizationExpired` when the node has been swept away.
         """
-        accepted = self._party.ledger.call(self.name, predecessor, payload)
+        accepted = self._party.runner.call(self.name, predecessor, payload)
         return Call(accepted, self._party.runner.is_complete(self.name))
 
     def skip(self, predecessor: str) -> Call:
         """Say that ``predecessor`` will not call."""
-        accepted = self._party.ledger.skip(self.name, predecessor)
+        accepted = self._party.runner.skip(self.name, predecessor)
         return Call(accepted, self._party.runner.is_complete(self.name))
 
     def wait(self, function: Function | None = None, timeout: float | None = None) -> Result:

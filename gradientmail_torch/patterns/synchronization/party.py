@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 from collections.abc import Callable
@@ -95,13 +96,16 @@ class Party:
         invoke: Invoke | None = None,
         meanwhile: Callable[[LeasedWork], object] | None = None,
     ) -> Result:
-        """Step ``node`` until it has an outcome; ``meanwhile`` is called at every fifth look that finds none."""
-        began = reported = self._clock.monotonic()
+        """Step ``node`` until it has an outcome; ``meanwhile`` is called at every fifth look that finds none.
+
+        The last look before a timeout runs the node though it be another's turn.
+        """
+        began = reported = now = self._clock.monotonic()
+        ends = math.inf if timeout is None else began + timeout
         looks = 0
         with self.work() as work, waiting(repr(self._direct), self._learner_id):
-            while (outcome := self.runner.step(work, node, function, invoke)) is None:
-                now = self._clock.monotonic()
-                if timeout is not None and now - began >= timeout:
+            while (outcome := self.runner.step(work, node, function, invoke, in_turn=now < ends)) is None:
+                if now >= ends:
                     raise RunTimeout(f"{self.describe(node)} after {timeout:g} s. Call wait again to go on waiting")
                 if now - reported >= self.REPORT_EVERY_S:
                     reported = now
@@ -110,8 +114,13 @@ class Party:
                 looks += 1
                 if meanwhile is not None and looks % 5 == 1:
                     meanwhile(work)
-                left = self._settings.poll_interval
-                self._clock.sleep(left if timeout is None else max(0.0, min(left, began + timeout - self._clock.monotonic())))
+                # Who goes first looks twice as often, so that it has gone before the others think it absent.
+                goes_first = function is not None and self.runner.turns.is_first(node)
+                interval = self._settings.poll_interval / (2 if goes_first else 1)
+                looked = self._clock.monotonic()
+                # From look to look, but a store that is slow is not pressed.
+                self._clock.sleep(max(0.0, min(max(now + interval, looked + interval / 2), ends) - looked))
+                now = self._clock.monotonic()
         return self.runner.result(outcome)
 
     def result(self, work: LeasedWork, node: str) -> Result:

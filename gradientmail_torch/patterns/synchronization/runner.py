@@ -17,6 +17,7 @@ from gradientmail_torch.patterns.leased_work import Claim, LeasedWork, Outcome, 
 from gradientmail_torch.patterns.synchronization.dag import decide
 from gradientmail_torch.patterns.synchronization.ledger import Call, Ledger, Marker
 from gradientmail_torch.patterns.synchronization.payload import PayloadRef, load, store
+from gradientmail_torch.patterns.synchronization.turns import Turns
 
 Function = Callable[[dict[str, object], "Invocation"], object]
 """Gets the payloads of the predecessors that called, in declared order, and the invocation. An open file that it
@@ -76,9 +77,33 @@ class Runner:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.turns = Turns(ledger.dag)
         self._missing: dict[str, str] = {}
         self._complete: set[str] = set()
         self._runnable: set[str] = set()
+
+    def call(self, node: str, by: str, payload: object) -> bool:
+        """True when this call is the one that stands."""
+        return self._reach(node, by, lambda: self.ledger.call(node, by, payload))
+
+    def skip(self, node: str, by: str) -> bool:
+        """True when this skip is what stands."""
+        return self._reach(node, by, lambda: self.ledger.skip(node, by))
+
+    def _reach(self, node: str, by: str, mark: Callable[[], bool]) -> bool:
+        self.ledger.dag.check(node, by)
+        missing = self._missing_besides(node, by)
+        if accepted := mark():
+            self.turns.called(node, by, last=missing is None)
+        self.note(node, missing)
+        return accepted
+
+    def _missing_besides(self, node: str, by: str) -> str | None:
+        """Another predecessor than ``by`` that has not reached ``node``; one GET if the one that was missing still is."""
+        known = self._missing.get(node)
+        if known is not None and known != by and not self.ledger.has_reached(node, known):
+            return known
+        return next((name for name in self.ledger.missing(node) if name != by), None)
 
     def is_complete(self, node: str) -> bool:
         """Whether every predecessor has reached ``node``: one GET while the one that was missing still is."""
@@ -100,8 +125,10 @@ class Runner:
         else:
             self._missing[node] = missing
 
-    def step(self, work: LeasedWork, node: str, function: Function | None, invoke: Invoke | None = None) -> Outcome | None:
-        """The outcome of ``node``, made here if it is this party's turn; None while there is none.
+    def step(
+        self, work: LeasedWork, node: str, function: Function | None, invoke: Invoke | None = None, *, in_turn: bool = False
+    ) -> Outcome | None:
+        """The outcome of ``node``, made here if nobody is at it; None while there is none. ``in_turn``: see :class:`Turns`.
 
         What the function raises becomes the outcome ``failed``. Raises :class:`WorkFenced` when the function
         ran here and another attempt had finished first. Without a function, a node is still skipped or failed
@@ -113,6 +140,8 @@ class Runner:
             return None
         if function is None:
             return self._settle_without_running(work, node)
+        if in_turn and not self.turns.has_come(node):
+            return None
         # A look first: of many parties that find the node complete, few then pay for a claim that is refused.
         match work.claim(node) if work.is_free(node) else None:
             case Claim() as claim:

@@ -108,9 +108,9 @@ class Workflow:
         """
         by = START if by is None else by
         if conditional:
-            accepted = self._party.ledger.call(node, by, payload)
+            accepted = self._party.runner.call(node, by, payload)
         else:
-            accepted = self._party.ledger.skip(node, by)
+            accepted = self._party.runner.skip(node, by)
             with self._party.work() as work:
                 self._propagate(work)
         return Call(accepted, self._party.runner.is_complete(node))
