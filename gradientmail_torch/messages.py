@@ -209,6 +209,8 @@ class Commit(Record, frozen=True, kw_only=True):
     """What is added to the version before, in a wire format of few bits: all add the same, so that bits agree."""
     parameters: DataRef | None = None
     """The whole fragment in fp32; in every commit, or where updates are sent, in some. One of the two is there."""
+    whole: DataRef | None = None
+    """The whole fragment in fp32 where the commit does not wait for it: written afterwards, or never, if its author died."""
     outer: DataRef | None = None
     """State of the outer optimizer after this commit; none where it has none."""
     method: str = "mean"

@@ -43,7 +43,8 @@ class Algorithm(ABC):  # noqa: B024 (a dataclass without such a base is final to
         merge: ``mean``, ``rda``, or ``auto``: the mean up to three contributions, RDA from four on.
         wire: number format of contributions.
         commit_wire: number format of commits: ``fp32`` sends the whole fragment, the others what has changed.
-        whole_every: with such updates, a commit in so many holds the whole fragment, for those who join.
+        whole_every: with such updates, a commit in so many waits until the whole fragment is in the mailbox as well. The
+            value of the others follows them, where the uplink has time for it; who joins reads the newest that is there.
         buffers: whether buffers (BatchNorm statistics) travel.
         max_staleness: cycles of own steps on one base beyond which a warning is given.
     """

@@ -81,17 +81,19 @@ def _needed(mailbox: Mailbox, fragment: FragmentView, bound: int) -> tuple[set[s
         commit = read(mailbox, Commit, keys.commit(fragment.index, version))
         if commit is None:
             raise CorruptObject(f"{keys.commit(fragment.index, version)!r} in {mailbox!r} is gone: commits must never be deleted")
-        needed |= {ref.key for ref in _named(commit, contributions=version > bound)}
+        needed |= {ref.key for ref in _named(commit, kept=version > bound)}
         if version <= bound + 1 and commit.parameters is not None:
             break
         version -= 1
     return needed, version
 
 
-def _named(commit: Commit, *, contributions: bool) -> Iterator[DataRef]:
+def _named(commit: Commit, *, kept: bool) -> Iterator[DataRef]:
+    """What a commit is made of, and where its version is kept for itself, what it was merged from and its whole value."""
     yield from (ref for ref in (commit.update, commit.parameters, commit.outer) if ref is not None)
-    if contributions:
+    if kept:
         yield from (merged.data for merged in commit.merged)
+        yield from [commit.whole] if commit.whole is not None else []
 
 
 def _records(mailbox: Mailbox, fragment: int, bound: int) -> Iterator[Contribution]:

@@ -2,8 +2,8 @@
 
 The arithmetic is that of the run protocol. P parameters in F fragments, N nodes, H steps a cycle; a contribution
 takes w bytes a parameter and a commit c. In a cycle each node uploads its contribution (P·w) and its share of the
-merging (P·c/N); it downloads what it merges (P·w) and what the others have merged (P·c·(N−1)/N). So the traffic of
-a node hardly depends on N.
+merging (P·c/N, and P·4/N for those who join, if its link has the time); it downloads what it merges (P·w) and what the
+others have merged (P·c·(N−1)/N). So the traffic of a node hardly depends on N.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from gradientmail_torch.errors import ConfigError
 
 BYTES_PER_PARAMETER = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 2 / 256, "int4": 0.5 + 2 / 128, "e3m0": 0.5 + 2 / 128}
 """By wire format; a block of small numbers has a scale of two bytes."""
-WHOLE_EVERY = 16
-"""One commit in so many holds the fragment in fp32."""
+WHOLE_EVERY = 4
+"""One commit in so many holds the fragment in fp32; the others are followed by it."""
+WHOLE_SHARE = 1 / 8
+"""Part of the time for which an uplink carries what follows."""
 FRAGMENT_BYTES = 64 << 20
 MAX_FRAGMENTS = 24
 NICE_CYCLES = (20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 1500, 2000, 5000)
@@ -111,15 +113,16 @@ class Plan:
 def plan(situation: Situation, settings: Settings, prices: PriceTable) -> Plan:
     """What ``settings`` mean in ``situation``."""
     p, n, f = situation.parameters, situation.nodes, settings.fragments
+    up_rate, down_rate = situation.uplink_bits_per_s / 8, situation.downlink_bits_per_s / 8
+    cycle_s = settings.sync_every * situation.seconds_per_step
     wire = BYTES_PER_PARAMETER[settings.wire]
     commit = BYTES_PER_PARAMETER[settings.commit_wire]
     whole = 4 / WHOLE_EVERY if settings.commit_wire != "fp32" else 0.0
+    following = min(p * (4 - whole) / n, WHOLE_SHARE * up_rate * cycle_s) if whole else 0.0
     state = 4.0 if situation.momentum else 0.0
     merged_up = p * (commit + whole + state) / n
-    up = p * wire + merged_up
+    up = p * wire + merged_up + following
     down = p * (wire + state / n) + p * commit * (n - 1) / n
-    up_rate, down_rate = situation.uplink_bits_per_s / 8, situation.downlink_bits_per_s / 8
-    cycle_s = settings.sync_every * situation.seconds_per_step
     transfer_s = (up / up_rate, down / down_rate)
     merge_s = n * p * wire / f / down_rate + p * commit / f / up_rate
     round_s = p * wire / f / up_rate + 3 * POLL_S + merge_s + POLL_S + p * commit / f / down_rate

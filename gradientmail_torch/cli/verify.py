@@ -107,8 +107,9 @@ def _again(run: Run, commit: Commit, before: list[Tensor], state: list[Tensor] |
         data = wire.encode(difference(values, before, specs), specs, commit.update.wire)
         problems.append(_compare(commit, "update", commit.update, data))
         values = total(before, wire.decode(data, specs, commit.update.wire, key=commit.update.key), specs)
-    if commit.parameters is not None:
-        problems.append(_compare(commit, "parameters", commit.parameters, wire.encode(values, specs, commit.parameters.wire)))
+    for whole in (commit.parameters, commit.whole):
+        if whole is not None:
+            problems.append(_compare(commit, "parameters", whole, wire.encode(values, specs, whole.wire)))
     if commit.outer is not None and state is not None:
         problems.append(_compare(commit, "outer state", commit.outer, wire.encode(state, outer_specs(specs), commit.outer.wire)))
     return values, state, next(filter(None, problems), "")

@@ -69,6 +69,11 @@ def is_delta(key: str) -> bool:
     return key.endswith(".delta")
 
 
+def is_whole(key: str) -> bool:
+    """Whether a ``data/`` object holds a whole value of its fragment."""
+    return key.endswith(".whole")
+
+
 def is_delta_of(key: str, fragment: int, learner_id: str, nonce: str) -> bool:
     """Whether ``key`` is where this learner keeps the data of this contribution to ``fragment``, of whatever version."""
     try:

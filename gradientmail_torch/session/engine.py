@@ -28,6 +28,7 @@ from gradientmail_torch.session.retention import Retention
 from gradientmail_torch.session.run import Run
 from gradientmail_torch.session.settings import Settings
 from gradientmail_torch.session.syncer import Signals, Syncer
+from gradientmail_torch.session.whole_writer import WholeWriter
 from gradientmail_torch.session.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,9 @@ class Engine:
             unsound=self._attend,
         )
         self.aligner = Aligner(run, replica, pace=pace, prepared=self._attend, advanced=self._advanced)
+        self.whole_writer = WholeWriter(
+            run, replica, uplink=lambda: self.publisher.uplink, poll_interval=settings.longest_look, clock=clock
+        )
         merger = Merger(
             run,
             replica,
@@ -103,6 +107,7 @@ class Engine:
         self._start("publisher", self.publisher.tick)
         self._start("aligner", self.aligner.tick)
         self._start("syncer", self.syncer.tick)
+        self._start("whole-writer", self.whole_writer.tick)
 
     def wake(self, *names: str) -> None:
         for name in names:
@@ -158,6 +163,8 @@ class Engine:
 
     def _committed(self, fragment: Fragment, commit: Commit, values: list[Tensor]) -> None:
         self.aligner.accept(fragment, commit, values)
+        self.whole_writer.offer(fragment, commit, values)
+        self.wake("whole-writer")
 
     def _advanced(self, fragment: Fragment) -> None:
         """A commit has been read: late contributions go into the next round, and its round is no longer open."""

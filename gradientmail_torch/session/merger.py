@@ -8,11 +8,12 @@ from uuid import uuid4
 from torch import Tensor
 
 from gradientmail_torch import keys
+from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.algorithm import Algorithm
 from gradientmail_torch.algorithms.merge import merge
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject
-from gradientmail_torch.messages import Commit, encode
+from gradientmail_torch.messages import Commit, encode, reference
 from gradientmail_torch.session.closing_round import ClosingRound, Own
 from gradientmail_torch.session.parameters import difference, total
 from gradientmail_torch.session.replica import Fragment, Replica
@@ -98,13 +99,16 @@ class Merger:
         """Data first, then the commit. Whoever loses the race deletes its data after it has read the winner's."""
         nonce = uuid4().hex
         algorithm = self._algorithm
-        update = parameters = outer = None
+        update = parameters = whole = outer = None
         if algorithm.commit_wire != "fp32":
             change = difference(values, before.values, fragment.specs)
             update, change = self._run.publish(self._key(fragment, version, nonce, "update"), change, fragment.specs, algorithm.commit_wire)
             values = total(before.values, change, fragment.specs)
+        where = self._key(fragment, version, nonce, "whole")
         if algorithm.commits_whole(version):
-            parameters, _ = self._run.publish(self._key(fragment, version, nonce, "whole"), values, fragment.specs, "fp32")
+            parameters, _ = self._run.publish(where, values, fragment.specs, "fp32")
+        else:
+            whole = reference(where, wire.encode(values, fragment.specs, "fp32"), wire="fp32")
         if state is not None:
             outer, _ = self._run.publish(self._key(fragment, version, nonce, "outer"), state, outer_specs(fragment.specs), "fp32")
         commit = Commit(
@@ -116,6 +120,7 @@ class Merger:
             after=before.nonce,
             update=update,
             parameters=parameters,
+            whole=whole,
             outer=outer,
             method=method,
             merged=tuple(closing.merged.values()),

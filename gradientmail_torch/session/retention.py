@@ -83,7 +83,7 @@ class Retention:
         self._seen[fragment] = [(version, at) for version, at in self._seen[fragment] if version >= bound]
         mailbox = self._run.mailbox
         records = [*self._until(keys.round_prefix(fragment), bound), *self._until(keys.claim_prefix(fragment), bound)]
-        data = self._old_data(fragment, data_bound)
+        data = self._old_data(fragment, bound, data_bound)
         # Last, so that a record which is made meanwhile is still seen.
         open_records = list(mailbox.list(keys.round_prefix(fragment), after=keys.round_prefix(fragment, bound + 1)))
         needed = self._needed(data, open_records)
@@ -96,10 +96,11 @@ class Retention:
     def _until(self, prefix: str, bound: int) -> list[str]:
         return [key for key, _ in takewhile(lambda found: found[1] <= bound, self._versions(prefix))]
 
-    def _old_data(self, fragment: int, bound: int) -> list[str]:
-        """Data of versions up to ``bound``, without the newest contribution of each live learner.
+    def _old_data(self, fragment: int, bound: int, data_bound: int) -> list[str]:
+        """Data of versions up to ``data_bound``, without the newest contribution of each live learner.
 
-        Its upload may have taken many rounds, so that its record is still to be made.
+        Its upload may have taken many rounds, so that its record is still to be made. Whole values that were written
+        after their commit go up to ``bound``: those of newer versions have taken their place, and nothing is built on them.
         """
         live = self._live()
         found = list(self._versions(keys.data_prefix(fragment)))
@@ -109,7 +110,11 @@ class Retention:
             owner = keys.data_owner(key)
             return keys.is_delta(key) and owner in live and newest[owner] == version
 
-        return [key for key, version in found if version <= bound and not is_under_way(key, version)]
+        def is_old(key: str, version: int) -> bool:
+            superseded = keys.is_whole(key) and self._last_whole(version) != version
+            return version <= (bound if superseded else data_bound)
+
+        return [key for key, version in found if is_old(key, version) and not is_under_way(key, version)]
 
     def _versions(self, prefix: str) -> Iterator[tuple[str, int]]:
         for key in self._run.mailbox.list(prefix):

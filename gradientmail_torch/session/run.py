@@ -45,6 +45,17 @@ class Base(NamedTuple):
     values: list[Tensor]
 
 
+class _Way(NamedTuple):
+    """What a commit's values can be made of."""
+
+    start: list[Tensor] | None
+    """Values at hand; None where the first object is whole."""
+    refs: list[DataRef]
+    """What is to be read, and added in turn."""
+    sure: bool
+    """Whether all of it was there before the commit."""
+
+
 class Run:
     """Reads and writes what a run consists of. Holds no state but the manifest."""
 
@@ -167,8 +178,8 @@ class Run:
             # Retention removed part of it, so a newer one exists, and the listing shows it.
             version = commit.version
             if self.newest_version(fragment, from_version=version) == version:
-                _, refs = self._made_of(commit, base)
-                gone = next((ref.key for ref in refs if self.mailbox.get(ref.key, length=0) is None), "data")
+                *_, way = self._ways(commit, base)
+                gone = next((ref.key for ref in way.refs if self.mailbox.get(ref.key, length=0) is None), "data")
                 raise CorruptObject(
                     f"{gone!r}, which fragment {fragment} needs at version {version}, its newest, is gone from {self.mailbox!r}: restore it"
                 )
@@ -198,32 +209,49 @@ class Run:
     def values(self, commit: Commit, base: Base | None = None) -> list[Tensor] | None:
         """The committed fp32 values in layout order; None when retention has removed what they are made of.
 
-        They are the nearest whole value, which may be ``base``, and the updates since.
+        They are the nearest whole value that is there, which may be ``base``, and the updates since.
         """
-        specs = self.layout[commit.fragment]
-        values, refs = self._made_of(commit, base)
-        for ref in refs:
+        for way in self._ways(commit, base):
+            try:
+                values = self._follow(way, self.layout[commit.fragment])
+            except CorruptObject as error:
+                if way.sure:
+                    raise
+                log.warning("fragment %d, version %d: made of its updates instead: %s", commit.fragment, commit.version, error)
+                continue
+            if values is not None:
+                return values
+        return None
+
+    def _follow(self, way: _Way, specs: Sequence[TensorSpec]) -> list[Tensor] | None:
+        values = way.start
+        for ref in way.refs:
             part = self.tensors(ref, specs)
             if part is None:
                 return None
             values = part if values is None else total(values, part, specs)
         return values
 
-    def _made_of(self, commit: Commit, base: Base | None) -> tuple[list[Tensor] | None, list[DataRef]]:
-        """Values to start from, None where the first object is whole, and the objects to add to them in turn."""
+    def _ways(self, commit: Commit, base: Base | None) -> Iterator[_Way]:
+        """The ways to a commit's values, the least to download first; the last one is sure unless retention has passed it."""
+        from_base = base is not None and _is_near(base, commit)
         updates: list[DataRef] = []
         while True:
-            follows_base = base is not None and base.version == commit.version - 1
-            if commit.parameters is not None and not (follows_base and commit.update is not None):
-                return None, [commit.parameters, *reversed(updates)]
+            if commit.whole is not None and not from_base:
+                yield _Way(None, [commit.whole, *reversed(updates)], sure=False)
+            if commit.parameters is not None and not (from_base and commit.update is not None):
+                yield _Way(None, [commit.parameters, *reversed(updates)], sure=True)
+                return
             if commit.update is None:
                 raise CorruptObject(f"{keys.commit(commit.fragment, commit.version)!r} names neither parameters nor an update")
             updates.append(commit.update)
-            if base is not None and follows_base:
+            if base is not None and base.version == commit.version - 1:
                 _check_follows(commit, base.nonce)
-                return base.values, [*reversed(updates)]
+                yield _Way(base.values, [*reversed(updates)], sure=True)
+                return
             if commit.version == 1:
-                return self.initial(commit.fragment), [*reversed(updates)]
+                yield _Way(None, [self.manifest.initial[commit.fragment], *reversed(updates)], sure=True)
+                return
             before = self.committed(commit.fragment, commit.version - 1)
             _check_follows(commit, before.nonce)
             commit = before
@@ -247,6 +275,14 @@ class Run:
         self.mailbox.put(key, data)
         sent = list(tensors) if wire_format == "fp32" else wire.decode(data, specs, wire_format, key=key)
         return reference(key, data, wire=wire_format), sent
+
+
+def _is_near(base: Base, commit: Commit) -> bool:
+    """Whether the updates since ``base`` are less to download than a whole value, by the size of the last one."""
+    whole = commit.parameters or commit.whole
+    if commit.update is None or commit.version <= base.version:
+        return False
+    return whole is None or (commit.version - base.version) * commit.update.size <= whole.size
 
 
 def _check_follows(commit: Commit, nonce: str) -> None:

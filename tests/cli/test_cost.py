@@ -100,8 +100,8 @@ class TestPlan:
         assert many.down_per_cycle_bytes == pytest.approx(few.down_per_cycle_bytes, rel=0.2)
 
     def test_a_node_sends_its_contribution_and_its_share_of_the_commits(self) -> None:
-        shown = plans.plan(situation(nodes=2), settings(), PRICES)
-        assert shown.up_per_cycle_bytes == pytest.approx(1e8 * (2 + (2 + 4 / 16) / 2))
+        shown = plans.plan(situation(nodes=2, uplink_bits_per_s=1e9), settings(), PRICES)
+        assert shown.up_per_cycle_bytes == pytest.approx(1e8 * (2 + (2 + 4) / 2), rel=1e-6)
         assert shown.down_per_cycle_bytes == pytest.approx(1e8 * (2 + 2 / 2))
 
     def test_the_recommended_cycle_leaves_the_link_half_of_its_time(self) -> None:

@@ -19,7 +19,7 @@ from gradientmail_torch.messages import Commit, Contribution, Record, encode, re
 from gradientmail_torch.session import Session
 from gradientmail_torch.testing.clock import ManualClock
 
-WORKERS = ("heartbeat", "observer", "publisher", "aligner", "syncer")
+WORKERS = ("heartbeat", "observer", "publisher", "aligner", "syncer", "whole-writer")
 
 
 class _Ended:

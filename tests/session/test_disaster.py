@@ -119,6 +119,13 @@ def test_a_run_goes_on_from_the_mailbox_alone_under_new_names(world: Any) -> Non
 # --- objects that somebody deletes -------------------------------------------------------------------
 
 
+def forget_whole_values(world: Any, node: Any) -> None:
+    """Those that have followed their commits, which a joiner reads first."""
+    for version in range(1, node.fragment.known + 1):
+        if (whole := node.run.committed(0, version).whole) is not None:
+            world.mailbox.delete(whole.key)
+
+
 def newest_data(part: str) -> Callable[[Run], str]:
     def find(run: Run) -> str:
         version = run.newest_version(0)
@@ -209,6 +216,7 @@ def test_who_joins_a_run_whose_initial_value_is_gone_needs_it_only_before_the_fi
     train_to(world, version, a, b)
     key = a.run.manifest.initial[0].key
     world.mailbox.delete(key)
+    forget_whole_values(world, a)
     if version < ALGORITHM.whole_every:
         with pytest.raises(CorruptObject, match=key):
             start(world, "c")
@@ -221,10 +229,21 @@ def test_who_joins_a_run_whose_initial_value_is_gone_needs_it_only_before_the_fi
 def test_who_joins_a_run_whose_committed_data_is_gone_is_told_which(world: Any, part: str) -> None:
     a, b = start(world, "a", "b")
     train_to(world, 6, a, b)
+    forget_whole_values(world, a)
     key = newest_data(part)(a.run)
     world.mailbox.delete(key)
     with pytest.raises(CorruptObject, match=key):
         start(world, "c")
+
+
+def test_who_joins_a_run_that_has_lost_an_update_or_its_initial_value_reads_the_whole_value_that_followed(world: Any) -> None:
+    a, b = start(world, "a", "b")
+    train_to(world, 3, a, b)
+    a.until(lambda: world.mailbox.get(a.run.committed(0, a.fragment.known).whole.key) is not None, "whole-writer")
+    world.mailbox.delete(newest_data("update")(a.run))
+    world.mailbox.delete(a.run.manifest.initial[0].key)
+    (c,) = start(world, "c")
+    finish(a, b, c)
 
 
 def test_a_follower_that_misses_committed_data_is_told_which(world: Any) -> None:

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from gradientmail_torch import keys
+from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.adoption import Keep, Outcome
 from gradientmail_torch.mailbox.wrappers import CountingMailbox, RetryingMailbox
 from gradientmail_torch.messages import Contribution
@@ -30,8 +31,10 @@ from gradientmail_torch.session.merger import Merger
 from gradientmail_torch.session.publisher import Publisher
 from gradientmail_torch.session.replica import Replica
 from gradientmail_torch.session.retention import Retention
+from gradientmail_torch.session.run import Run
 from gradientmail_torch.session.session import Session
 from gradientmail_torch.session.syncer import Syncer
+from gradientmail_torch.session.whole_writer import WholeWriter
 from gradientmail_torch.testing.training import Invariant, Violation, simulate
 
 Patch = pytest.MonkeyPatch
@@ -343,6 +346,44 @@ def sweeps_what_is_under_way(patch: Patch) -> None:
 def keeps_too_few(patch: Patch) -> None:
     original = Retention.sweep
     patch.setattr(Retention, "sweep", lambda self, fragment, newest: original(self, fragment, newest + 2))
+
+
+@bug("the whole value that is written is the one before the commit")
+def whole_of_the_version_before(patch: Patch) -> None:
+    original = WholeWriter.offer
+    patch.setattr(WholeWriter, "offer", lambda self, fragment, commit, values: original(self, fragment, commit, fragment.values))
+
+
+@bug("a whole value that is not there yet is waited for, instead of the updates being read")
+def wholes_are_taken_for_granted(patch: Patch) -> None:
+    original = Run._ways
+
+    def ways(self: Any, commit: Any, base: Any) -> Iterator[Any]:
+        first = next(original(self, commit, base))
+        yield first._replace(sure=True)
+
+    patch.setattr(Run, "_ways", ways)
+
+
+@bug("a whole value is read without looking at its digest")
+def wholes_are_not_checked(patch: Patch) -> None:
+    original = Run.tensors
+
+    def tensors(self: Any, ref: Any, specs: Any) -> Any:
+        data = self.mailbox.get(ref.key) if keys.is_whole(ref.key) else None
+        return original(self, ref, specs) if data is None else wire.decode(data, specs, ref.wire, key=ref.key)
+
+    patch.setattr(Run, "tensors", tensors)
+
+
+@bug("a commit's promise of a whole value lets the one before it be swept away")
+def promises_supersede(patch: Patch) -> None:
+    original = Retention.__init__
+
+    def init(self: Any, *arguments: Any, last_whole: Any, **settings: Any) -> None:
+        original(self, *arguments, last_whole=lambda version: version, **settings)
+
+    patch.setattr(Retention, "__init__", init)
 
 
 @bug("contributions weigh by their samples alone")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gradientmail_torch.errors import BackgroundFailure, LearnerFenced, LearnerIdInUse, MailboxUnavailable, RunTimeout
+from gradientmail_torch.errors import BackgroundFailure, CorruptObject, LearnerFenced, LearnerIdInUse, MailboxUnavailable, RunTimeout
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.patterns.barrier import Barrier
 from gradientmail_torch.patterns.queue import SharedQueue
@@ -85,7 +85,7 @@ class Learner:
     def run(self) -> Ending:
         try:
             return self._run()
-        except (LearnerFenced, BackgroundFailure, RunTimeout, MailboxUnavailable) as error:
+        except (CorruptObject, LearnerFenced, BackgroundFailure, RunTimeout, MailboxUnavailable) as error:
             self._world.check_error(self, error)
             return Ending(type(error).__name__, self._cluster.now_s)
 

@@ -12,7 +12,7 @@ from gradientmail_torch.algorithms import Algorithm, wire
 from gradientmail_torch.algorithms.merge import Weighted, merge
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.mailbox.memory import MemoryMailbox
-from gradientmail_torch.messages import Claim, Commit, Contribution, DataRef, LeftOut, Manifest, Merged, TensorSpec, decode
+from gradientmail_torch.messages import Claim, Commit, Contribution, DataRef, LeftOut, Manifest, Merged, TensorSpec, decode, reference
 from gradientmail_torch.session.parameters import difference, total
 from gradientmail_torch.session.run import INITIAL_NONCE, outer_specs
 from gradientmail_torch.testing.network import Event
@@ -90,6 +90,17 @@ class Ledger:
         self._written_at[key] = self._now_s()
         if self.objects.setdefault(key, body) != body:
             raise Violation(Invariant.KEPT, f"{key} was written anew with other bytes")
+        if keys.is_whole(key):
+            self._check_whole(key)
+
+    def _check_whole(self, key: str) -> None:
+        """A whole value that follows its commit is the commit's, to the last bit."""
+        commit = self.commits.get(keys.parse_round(key)[:2])
+        if commit is not None and commit.whole is not None and commit.whole.key == key:
+            values = self.tensors(commit.whole, self.specs(commit.fragment))
+            self.check_values(f"the whole value {key}", commit.fragment, commit.version, values)
+            if reference(key, self.objects[key], wire=commit.whole.wire) != commit.whole:
+                raise Violation(Invariant.SAME_BITS, f"{key} is not what its commit names: nobody can read it")
 
     def _created(self, key: str, kind: str) -> None:
         body = self._store.get(key)
@@ -136,7 +147,8 @@ class Ledger:
         newest = self.newest.get(fragment, 0)
         oldest = 1 if self._keep is None else max(1, newest - self._keep + 1)
         for version in range(oldest, newest + 1):
-            for ref in _refs(self.commits[fragment, version]):
+            commit = self.commits[fragment, version]
+            for ref in (*_refs(commit), *([commit.whole] if commit.whole is not None else [])):
                 yield ref, f"version {version} of {newest}"
         while 1 < oldest <= newest and self.commits[fragment, oldest].parameters is None:
             oldest -= 1

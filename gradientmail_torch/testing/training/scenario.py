@@ -36,7 +36,8 @@ class Trouble:
     """Something that befalls a learner, or all of them where ``who`` is empty."""
 
     what: str
-    """kill | pause | outage | double | alter | remove; the last two befall contributions in the mailbox."""
+    """kill | pause | outage | double | alter | remove | alter wholes; the last three befall tensors in the mailbox:
+    contributions, and whole values that have followed their commit."""
     at_s: float
     who: str = ""
     seconds: float = 0.0
@@ -98,7 +99,7 @@ class Scenario:
                 "keep_seconds": rng.choice((0.0, 5.0, 30.0)),
             },
             learners=learners,
-            troubles=(*_troubles(rng, learners), *_spoilt_rounds(seed)),
+            troubles=(*_troubles(rng, learners), *_spoilt_rounds(seed), *_spoilt_wholes(seed)),
             start_barrier=rng.random() < 0.3,
             queue=rng.random() < 0.1,
             report=rng.random() < 0.1,
@@ -171,6 +172,12 @@ def _spoilt_rounds(seed: int) -> list[Trouble]:
     """In some seeds, moments from which on everything that is on its way into a commit is spoilt."""
     rng = random.Random(f"spoilt rounds {seed}")
     return [Trouble(what="alter", at_s=rng.uniform(1, 60), seconds=rng.choice((1.0, 10.0)))] if rng.random() < 0.05 else []
+
+
+def _spoilt_wholes(seed: int) -> list[Trouble]:
+    """In some seeds, a time for which every whole value that follows its commit is spoilt."""
+    rng = random.Random(f"spoilt wholes {seed}")
+    return [Trouble(what="alter wholes", at_s=rng.uniform(1, 60), seconds=rng.choice((10.0, 60.0)))] if rng.random() < 0.15 else []
 
 
 def _brief(value: Any) -> str:

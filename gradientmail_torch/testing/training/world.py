@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from torch import Tensor
 
 from gradientmail_torch import keys
-from gradientmail_torch.errors import BackgroundFailure, LearnerFenced, LearnerIdInUse, MailboxUnavailable, RunTimeout
+from gradientmail_torch.errors import BackgroundFailure, CorruptObject, LearnerFenced, LearnerIdInUse, MailboxUnavailable, RunTimeout
 from gradientmail_torch.messages import Contribution
 from gradientmail_torch.session import align, lease
 from gradientmail_torch.testing.network import Event
@@ -87,6 +87,9 @@ class World:
         if trouble.what in ("alter", "remove"):
             self._spoil(trouble, until_s=self.cluster.now_s + (trouble.seconds or 10.0))
             return
+        if trouble.what == "alter wholes":
+            self._spoil_wholes(until_s=self.cluster.now_s + trouble.seconds)
+            return
         if not trouble.who:
             self.cluster.outage(trouble.seconds)
             for process in self.cluster.processes:
@@ -122,6 +125,14 @@ class World:
         if self.cluster.now_s < until_s and not (trouble.who and found):
             self.cluster.at(0.2, lambda: self._spoil(trouble, until_s))
 
+    def _spoil_wholes(self, until_s: float) -> None:
+        """Alter each whole value that has followed its commit."""
+        for commit in self.ledger.commits.values():
+            if commit.whole is not None and commit.whole.key not in self.ledger.spoilt and self.cluster.store.get(commit.whole.key):
+                self._spoil_object(commit.whole.key, "alter")
+        if self.cluster.now_s < until_s:
+            self.cluster.at(0.2, lambda: self._spoil_wholes(until_s))
+
     def _spoil_object(self, key: str, how: str) -> None:
         self.ledger.spoilt.add(key)
         if how == "remove":
@@ -147,6 +158,8 @@ class World:
         process, scenario = learner.process, self.scenario
         outages = [trouble for trouble in scenario.troubles if trouble.what == "outage"]
         match error:
+            case CorruptObject():
+                fair = False
             case LearnerIdInUse():
                 fair = self.liveness.has_rival(process)
             case LearnerFenced():
