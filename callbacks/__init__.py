@@ -6,6 +6,7 @@ from gradientmail_torch.callbacks.evaluation import DistributedEvaluation
 from gradientmail_torch.callbacks.monitor import RoundMonitor
 from gradientmail_torch.callbacks.participation import GradientMailCallback
 from gradientmail_torch.callbacks.progress import GradientMailProgressBar
+from gradientmail_torch.callbacks.prometheus import PrometheusEndpoint
 
 __all__ = [
     "AlignOnValidation",
@@ -14,6 +15,7 @@ __all__ = [
     "EpochBarrier",
     "GradientMailCallback",
     "GradientMailProgressBar",
+    "PrometheusEndpoint",
     "RoundMonitor",
     "StartBarrier",
 ]

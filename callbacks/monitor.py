@@ -23,6 +23,9 @@ class RoundMonitor(Callback):
     ``gradientmail/bytes_up``, ``bytes_down`` through the mailbox so far
     ``gradientmail/requests``                 to the mailbox so far, of all kinds
     ========================================= ===============================================================
+
+    The part before the slash is a section in TensorBoard and in Weights & Biases. What W&B can sort and filter runs by has
+    letters, digits and underscores alone: ``prefix="gradientmail_"`` gives that.
     """
 
     def __init__(self, prefix: str = "gradientmail/") -> None:

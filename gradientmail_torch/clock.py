@@ -74,3 +74,21 @@ class SystemClock:
 
 
 SYSTEM_CLOCK = SystemClock()
+
+
+class Reminder:
+    """Due after ``first_s`` seconds of a wait, and again each time that the wait has become twice as long."""
+
+    def __init__(self, clock: Clock, first_s: float) -> None:
+        self._clock = clock
+        self._began = clock.monotonic()
+        self._due_s = first_s
+
+    def due(self) -> float:
+        """Seconds waited so far when it is time to say something; 0 otherwise."""
+        waited = self._clock.monotonic() - self._began
+        if waited < self._due_s:
+            return 0.0
+        while self._due_s <= waited:
+            self._due_s *= 2
+        return waited

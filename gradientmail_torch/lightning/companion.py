@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +18,7 @@ from gradientmail_torch.lightning.alignment import align_together
 from gradientmail_torch.lightning.barrier import wait_together
 from gradientmail_torch.lightning.counting import WorkCounter
 from gradientmail_torch.lightning.group import Group
+from gradientmail_torch.lightning.joinbar import JoinBar, join_bar
 from gradientmail_torch.lightning.parameters import GroupParameters, access_for, reshard
 from gradientmail_torch.lightning.participation import Participation
 from gradientmail_torch.lightning.seeding import reseed, warn_if_same_data
@@ -83,7 +85,7 @@ class Companion(Callback):
         layout = split(describe(pl_module, buffers=part.algorithm.buffers), part.algorithm.fragments)
         self._access = access_for(pl_module, group, layout)
         inquire = group.inquiry(lambda: self.termination.due)
-        group.lead(lambda: self._join(pl_module, InterruptibleClock(inquire)))
+        group.lead(lambda: self._join(pl_module, InterruptibleClock(inquire), join_bar(trainer)))
         self._counter = WorkCounter(trainer, part.batch_size)
         self._tensors = set(travelling(pl_module, buffers=part.algorithm.buffers))
         warn_if_same_data(trainer)
@@ -91,17 +93,19 @@ class Companion(Callback):
             self._wait_at("start", part.start_parties, part.start_timeout)
         group.lead(self._begin)
 
-    def _join(self, pl_module: LightningModule, clock: Clock) -> None:
+    def _join(self, pl_module: LightningModule, clock: Clock, bar: JoinBar | None) -> None:
         part = self.participation
-        self.session = Session(
-            pl_module,
-            mailbox=part.open(),
-            learner_id=part.identify(),
-            algorithm=part.algorithm,
-            access=self._access,
-            clock=clock,
-            **{each.name: getattr(part, each.name) for each in fields(Settings)},
-        )
+        with bar or nullcontext() as on_join:
+            self.session = Session(
+                pl_module,
+                mailbox=part.open(),
+                learner_id=part.identify(),
+                algorithm=part.algorithm,
+                access=self._access,
+                on_join=on_join,
+                clock=clock,
+                **{each.name: getattr(part, each.name) for each in fields(Settings)},
+            )
 
     def _begin(self) -> None:
         assert self.session is not None

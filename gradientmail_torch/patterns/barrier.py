@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 
 from gradientmail_torch import keys
-from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
-from gradientmail_torch.errors import ConfigError, CorruptObject, MailboxUnavailable, RunTimeout
+from gradientmail_torch.clock import SYSTEM_CLOCK, Clock, Reminder
+from gradientmail_torch.errors import ConfigError, CorruptObject, InvalidName, MailboxError, MailboxUnavailable, RunTimeout
 from gradientmail_torch.mailbox import Mailbox, is_signed, open_mailbox
 from gradientmail_torch.mailbox.absence import Absence
 from gradientmail_torch.presence import waiting
@@ -31,7 +32,8 @@ class Barrier:
         outage_timeout: seconds that the mailbox may be away before :meth:`wait` gives up.
     """
 
-    REPORT_EVERY_S = 30.0
+    REPORT_AFTER_S = 30.0
+    """Seconds of waiting after which it is said who is missing; and again whenever they have doubled."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class Barrier:
             return self._wait(name, parties, timeout)
 
     def _wait(self, name: str, parties: int, timeout: float | None) -> list[str]:
-        began = reported = self._clock.monotonic()
+        began, reminder = self._clock.monotonic(), Reminder(self._clock, self.REPORT_AFTER_S)
         absence = Absence(self._clock)
         arrived: list[str] = []
         while True:
@@ -89,11 +91,14 @@ class Barrier:
             if timeout is not None and now - began >= timeout:
                 raise RunTimeout(
                     f"barrier {name!r} of {self._mailbox!r}: {len(arrived)} of {parties} learners arrived within {timeout:g} s "
-                    f"({', '.join(arrived) or 'none'}). Call wait again to go on waiting, or go on without the others"
+                    f"({', '.join(arrived) or 'none'}); {self._missing(arrived)}. "
+                    "Call wait again to go on waiting, or go on without the others"
                 )
-            if now - reported >= self.REPORT_EVERY_S:
-                reported = now
-                log.info("barrier %r: %d of %d arrived after %.0f s: %s", name, len(arrived), parties, now - began, ", ".join(arrived))
+            if waited := reminder.due():
+                log.warning(
+                    "barrier %r: %d of %d arrived after %.0f s (%s); %s",
+                    name, len(arrived), parties, waited, ", ".join(arrived) or "none", self._missing(arrived),
+                )  # fmt: skip
             left = self._poll_interval if timeout is None else min(self._poll_interval, began + timeout - now)
             self._clock.sleep(left)
 
@@ -106,6 +111,18 @@ class Barrier:
         found = {key: keys.parse_arrival(key) for key in self._mailbox.list(keys.barrier_prefix(name))}
         signed = is_signed(self._mailbox)
         return [learner_id for key, learner_id in found.items() if learner_id and (not signed or self._genuine(key))]
+
+    def _missing(self, arrived: list[str]) -> str:
+        """Who is missing, in words. A barrier knows a number; the names are those of the learners of the run."""
+        known = set()
+        try:
+            for key in self._mailbox.list(keys.LEARNERS):
+                with contextlib.suppress(InvalidName):  # not ours
+                    known.add(keys.parse_life(key).learner_id)
+        except MailboxError as error:
+            return f"who is missing cannot be told: {error}"
+        missing = sorted(known.difference(arrived))
+        return f"of the run's learners not here: {', '.join(missing)}" if missing else "no other learner is known here"
 
     def _genuine(self, key: str) -> bool:
         """A name in a listing proves nothing: in a signed run an arrival counts once its object has been verified."""

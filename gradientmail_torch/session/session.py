@@ -6,21 +6,23 @@ import logging
 import math
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.adoption import Outcome
 from gradientmail_torch.algorithms.algorithm import Algorithm, DecoupledDiLoCo, Pace
 from gradientmail_torch.algorithms.layout import describe, split
-from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
+from gradientmail_torch.clock import SYSTEM_CLOCK, Clock, Reminder
 from gradientmail_torch.errors import BackgroundFailure, ConfigError, GradientMailError, LearnerFenced, RunTimeout
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, Usage, open_mailbox
 from gradientmail_torch.session.engine import Engine
+from gradientmail_torch.session.joining import JoinProgress, OnJoin, logged
 from gradientmail_torch.session.membership import Membership, Progress
 from gradientmail_torch.session.parameters import LocalParameters, ParameterAccess, initial_values
 from gradientmail_torch.session.replica import Replica, Tally, joined
@@ -30,6 +32,8 @@ from gradientmail_torch.session.settings import Settings
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
+CLOSING_REPORT_S = 10.0
+"""Seconds of closing after which it says what it waits for; and again whenever they have doubled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,7 @@ class Session:
         algorithm: :class:`DecoupledDiLoCo` unless given.
         lease, poll_interval, outage_timeout, step_timeout, keep, keep_seconds: see :class:`Settings`.
         access: how the model's tensors are reached, where they are not all in this process.
+        on_join: told how far joining has come, after each fragment; without one a large model's progress goes to the log.
 
     Raises:
         LearnerIdInUse: another process that is alive has this ID.
@@ -88,6 +93,7 @@ class Session:
         keep: int | None = 4,
         keep_seconds: float = 60.0,
         access: ParameterAccess | None = None,
+        on_join: OnJoin | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.algorithm = algorithm or DecoupledDiLoCo()
@@ -113,6 +119,12 @@ class Session:
         self._stale = False
         self._replica: Replica | None = None
 
+        joining = JoinProgress(layout, on_join or logged(self.learner_id, clock))
+
+        def founding(fragment: int) -> Sequence[Tensor]:
+            joining.founding(fragment)
+            return initial_values(access, fragment)
+
         self._membership = Membership(self._mailbox, self.learner_id, settings=self._settings, clock=clock, progress=self._progress)
         self._engine = Engine(self._membership, settings=self._settings, clock=clock, attend=self._attend)
         try:
@@ -122,9 +134,9 @@ class Session:
                 self.algorithm,
                 learner_id=self.learner_id,
                 now=clock.wall(),
-                values=lambda fragment: initial_values(access, fragment),
+                values=founding,
             )
-            replica = self._load(access)
+            replica = self._load(access, joining)
             self._engine.start(self.run, replica, self.algorithm, pace=self._pace)
             self._replica = replica  # from here on the heartbeat speaks of it
         except BaseException:
@@ -134,14 +146,14 @@ class Session:
         self._next_due = 1
         log.info("%s joined %r at versions %s", self.learner_id, self._mailbox, self.versions)
 
-    def _load(self, access: ParameterAccess) -> Replica:
+    def _load(self, access: ParameterAccess, joining: JoinProgress) -> Replica:
         """Load the newest committed value of every fragment into the model."""
         self._membership.observe()
         fragments = []
-        for index, specs in enumerate(self.run.layout):
+        for index in joining.loading(range(len(self.run.layout))):
             commit, values = self.run.newest(index, from_version=self._membership.version_hint(index))
             due = self.algorithm.first_step_due(index, len(self.run.layout))
-            fragments.append(joined(index, specs, commit, values, due))
+            fragments.append(joined(index, self.run.layout[index], commit, values, due))
         replica = Replica(access, self.algorithm, fragments)
         replica.load()
         return replica
@@ -309,6 +321,7 @@ class Session:
         """Contribute and adopt until nothing is left or time is up; returns what is missing."""
         replica = self._joined()
         deadline = self._clock.monotonic() + timeout
+        reminder = Reminder(self._clock, CLOSING_REPORT_S)
         self._membership.state = "leaving"
         self._engine.wake("heartbeat")
         while True:
@@ -322,8 +335,16 @@ class Session:
                 break
             if self._clock.monotonic() >= deadline:
                 return left
+            self._remind(reminder, left)
             self._wait(deadline)
-        return self._commit_last_rounds(deadline)
+        return self._commit_last_rounds(deadline, reminder)
+
+    def _remind(self, reminder: Reminder, left: str) -> None:
+        if waited := reminder.due():
+            log.warning(
+                "%s is closing, and has waited %.0f s for %s (quorum: %d); %s",
+                self.learner_id, waited, left, self.algorithm.quorum, self._who_is_there(),
+            )  # fmt: skip
 
     def _contribute_rest(self, replica: Replica) -> None:
         for fragment in replica.fragments:
@@ -341,7 +362,7 @@ class Session:
                 return f"{steps} steps of fragment {fragment.index}, which wait for version {fragment.known + 1}"
         return ""
 
-    def _commit_last_rounds(self, deadline: float) -> str:
+    def _commit_last_rounds(self, deadline: float, reminder: Reminder) -> str:
         """The last learners to leave see to it that no open round is left behind."""
         while True:
             # One after the other: who says that it leaves before it looks at the others' states cannot miss one
@@ -352,6 +373,7 @@ class Session:
                     if self._clock.monotonic() >= deadline:
                         return self._open_round()
                     self._raise_failure()
+                    self._remind(reminder, self._open_round())
                     self._clock.sleep(self._pace().poll_interval / 10)
             if self._membership.others("joining", "training", "waiting") or not self._engine.syncer.open_rounds:
                 return ""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import csv
+import re
+import socket
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from prometheus_client.parser import text_string_to_metric_families
 from tiny import ALGORITHM, QUICK, Tiny, digest, numbers, quiet_trainer
 
 from gradientmail_torch import GradientMailStrategy, Session, align
@@ -20,10 +25,12 @@ from gradientmail_torch.callbacks import (
     EpochBarrier,
     GradientMailCallback,
     GradientMailProgressBar,
+    PrometheusEndpoint,
     RoundMonitor,
     StartBarrier,
 )
 from gradientmail_torch.errors import ConfigError, RunMismatch, RunTimeout
+from gradientmail_torch.lightning import joinbar
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.patterns.barrier import Barrier
 from gradientmail_torch.session.run import Run
@@ -256,10 +263,85 @@ def test_figures_reach_tensorboard(node: Node, tmp_path: Path) -> None:
     assert b"gradientmail/stall_ms_per_step" in events.read_bytes()
 
 
+@pytest.mark.parametrize(("prefix", "pattern"), [("gradientmail/", r"gradientmail/[a-zA-Z_]\w*"), ("gradientmail_", r"[a-zA-Z_]\w*")])
+def test_names_are_such_as_weights_and_biases_takes(prefix: str, pattern: str, node: Node, tmp_path: Path) -> None:
+    """One section and a word; with a prefix without a slash, a word that its table of runs can sort and filter by."""
+    logger = CSVLogger(tmp_path)
+    quiet_trainer(strategy=node(), logger=logger, callbacks=[RoundMonitor(prefix)]).fit(Tiny(), numbers())
+    (header, *_) = csv.reader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines())
+    ours = [name for name in header if name.startswith("gradientmail")]
+    assert len(ours) == 9
+    assert [name for name in ours if not re.fullmatch(pattern, name, re.ASCII)] == []
+
+
 def test_without_a_session_there_is_nothing_to_log(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     quiet_trainer(logger=logger, log_every_n_steps=1, callbacks=[RoundMonitor()]).fit(Tiny(), numbers())
     assert not (Path(logger.log_dir) / "metrics.csv").exists()
+
+
+# --- PrometheusEndpoint --------------------------------------------------------------------------------
+
+
+class Scrapes(Callback):
+    """Asks the endpoint as Prometheus does."""
+
+    def __init__(self, endpoint: PrometheusEndpoint) -> None:
+        self.endpoint = endpoint
+        self.found: dict[str, dict[str, float]] = {}
+        """Values by the metric's name and the operation where it has one."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with urlopen(f"http://127.0.0.1:{self.endpoint.port}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        self.found = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                assert sample.labels["learner_id"] == "node"
+                self.found.setdefault(sample.name, {})[sample.labels.get("operation", "")] = sample.value
+
+
+def test_prometheus_can_fetch_the_figures_while_it_trains(node: Node) -> None:
+    endpoint = PrometheusEndpoint(port=0)
+    scrapes = Scrapes(endpoint)
+    strategy = node()
+    quiet_trainer(strategy=strategy, callbacks=[endpoint, scrapes]).fit(Tiny(), numbers())
+    found = {name: values[""] for name, values in scrapes.found.items() if "" in values}
+    assert found["gradientmail_steps_total"] == 8
+    assert found["gradientmail_samples_total"] == 32
+    assert found["gradientmail_learners"] == 1
+    assert found["gradientmail_bytes_up_total"] > 0
+    assert found.keys() >= {"gradientmail_round", "gradientmail_staleness_steps", "gradientmail_stall_seconds_total"}
+    assert scrapes.found["gradientmail_requests_total"]["put"] > 0
+    assert endpoint.port is None, "it serves for the time of the fit"
+
+
+def test_an_endpoint_without_a_session_serves_nothing() -> None:
+    endpoint = PrometheusEndpoint(port=0)
+    quiet_trainer(callbacks=[endpoint]).fit(Tiny(), numbers())
+    assert endpoint.port is None
+
+
+def test_a_port_that_is_taken_is_said_and_a_failed_fit_gives_its_own_back(node: Node) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot be served at 127.0.0.1:{port}"):
+            quiet_trainer(strategy=node(), callbacks=[PrometheusEndpoint(port)]).fit(Tiny(), numbers())
+
+    class Fails(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ZeroDivisionError
+
+    endpoint = PrometheusEndpoint(0)
+    with pytest.raises(ZeroDivisionError):
+        quiet_trainer(strategy=node("other"), callbacks=[endpoint, Fails()]).fit(Tiny(), numbers())
+    assert endpoint.port is None
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"gradientmail-torch\[metrics\]"):
+        PrometheusEndpoint()
 
 
 # --- GradientMailCallback ------------------------------------------------------------------------------
@@ -310,6 +392,18 @@ def test_the_progress_bar_shows_the_runs_state(node: Node, capsys: pytest.Captur
     shown = capsys.readouterr()
     for figure in ("round=", "peers=1", "stale=", "stall="):
         assert figure in shown.out + shown.err
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_bar_shows_the_bytes_of_joining_where_the_trainer_shows_one(
+    node: Node, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(joinbar, "SHOWN_AFTER_S", 0.0)
+    quiet_trainer(strategy=node(), enable_progress_bar=shown).fit(Tiny(), numbers())
+    written = "".join(capsys.readouterr())
+    assert ("Publishing parameters" in written) is shown
+    assert ("Loading parameters" in written) is shown
+    assert ("/76.0 [" in written) is shown, "19 numbers in fp32, in bytes"
 
 
 def test_the_progress_bar_alone_is_lightnings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gradientmail_torch import keys
 from gradientmail_torch.errors import ConfigError, InvalidName, MailboxUnavailable, RunTimeout
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, PrefixedMailbox, RetryingMailbox, open_mailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
@@ -66,6 +67,32 @@ class TestLiningUp:
 
         assert together(["node-0", "node-1", "node-2"], node) == [[["node-0", "node-1", "node-2"]] * 3] * 3
         assert len([*open_mailbox(mailbox_url).list("barriers/")]) == 9
+
+
+class TestSayingWhoIsMissing:
+    def test_a_wait_is_told_of_after_half_a_minute_and_then_ever_more_seldom(
+        self, mailbox: MemoryMailbox, clock: ManualClock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Loud enough to be seen without any logging set up, and by name as far as the run knows names."""
+        for learner_id in ("A", "B", "C"):
+            mailbox.put(keys.learner(learner_id, 1), b"")
+        mailbox.put("learners/.DS_Store", b"")
+        clock.at(40, arrives(mailbox, "B"))
+        clock.at(250, arrives(mailbox, "C"))
+        Barrier(mailbox, "A", clock=clock).wait("start", parties=3)
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+            "barrier 'start': 1 of 3 arrived after 30 s (A); of the run's learners not here: B, C",
+            "barrier 'start': 2 of 3 arrived after 60 s (A, B); of the run's learners not here: C",
+            "barrier 'start': 2 of 3 arrived after 120 s (A, B); of the run's learners not here: C",
+            "barrier 'start': 2 of 3 arrived after 240 s (A, B); of the run's learners not here: C",
+        ]
+
+    def test_a_time_out_names_them_too(self, mailbox: MemoryMailbox, clock: ManualClock) -> None:
+        with pytest.raises(RunTimeout, match="no other learner is known here"):
+            Barrier(mailbox, "A", clock=clock).wait("start", parties=2, timeout=5)
+        mailbox.put(keys.learner("B", 1), b"")
+        with pytest.raises(RunTimeout, match="not here: B"):
+            Barrier(mailbox, "A", clock=clock).wait("start", parties=2, timeout=5)
 
 
 class TestRecordingArrivals:
@@ -181,7 +208,7 @@ class TestTimeout:
         self, mailbox: MemoryMailbox, clock: ManualClock, timeout: float
     ) -> None:
         arrives(mailbox, "B", "done")()
-        with pytest.raises(TimeoutError, match=r"'done' of memory://.*2 of 4.*\(A, B\)\. Call wait again") as caught:
+        with pytest.raises(TimeoutError, match=r"'done' of memory://.*2 of 4.*\(A, B\); no other.* here\. Call wait again") as caught:
             Barrier(mailbox, "A", poll_interval=1, clock=clock).wait("done", parties=4, timeout=timeout)
         assert isinstance(caught.value, RunTimeout)
         assert clock.monotonic() == timeout

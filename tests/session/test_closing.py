@@ -199,6 +199,19 @@ def test_a_background_failure_is_raised_on_the_training_thread_with_its_cause(wo
         a.session.close()
 
 
+def test_a_close_that_takes_long_says_what_it_waits_for_ever_more_seldom(world: Any, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = world.node("a", algorithm(quorum_size=3)), world.node("b", algorithm(quorum_size=3))
+    world.meet()
+    a.train(1.0, steps=4)
+    with pytest.raises(RunTimeout):
+        a.session.close(timeout=60)
+    said = [record.getMessage() for record in caplog.records if "is closing" in record.getMessage()]
+    assert 2 <= len(said) <= 3
+    for text in said:
+        assert "for 4 steps of fragment 0, which wait for version 1 (quorum: 3); live beside it: b" in text
+    b.session.leave(timeout=0)
+
+
 def test_a_close_without_a_mailbox_ends_in_time_and_says_so(world: Any, mailbox: MemoryMailbox) -> None:
     outage = Outage(mailbox)
     a = world.node("a", algorithm(), mailbox=outage)

@@ -14,8 +14,10 @@ from gradientmail_torch.algorithms import DecoupledDiLoCo, DiLoCo, LocalSGD, Out
 from gradientmail_torch.errors import ConfigError, CorruptObject, LearnerIdInUse, MailboxUnavailable, RunMismatch
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Beat, read
-from gradientmail_torch.session import Session
+from gradientmail_torch.session import Joining, Session
 from gradientmail_torch.session.engine import Engine
+from gradientmail_torch.session.joining import logged
+from gradientmail_torch.testing.clock import ManualClock
 from gradientmail_torch.testing.faults import Crash, CrashAfter, Refusals
 
 QUICK = {"lease": 2.0, "poll_interval": 0.02}
@@ -189,3 +191,32 @@ def test_an_id_that_was_closed_is_free_at_once(mailbox: MemoryMailbox) -> None:
         assert session._membership.life.generation == generation
         session.close()
     assert list(mailbox.list("beats/")) == [keys.beat("a", 3)], "an old life's beat is removed"
+
+
+def test_who_joins_is_told_how_many_bytes_have_come(mailbox: MemoryMailbox) -> None:
+    """The founder of what it publishes first; everyone of what it loads, fragment by fragment to the last byte."""
+    algorithm = DecoupledDiLoCo(fragments=2)
+    heard: dict[str, list[Joining]] = {"a": [], "b": []}
+    for learner_id, said in heard.items():
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4))
+        Session(model, mailbox=mailbox, learner_id=learner_id, algorithm=algorithm, on_join=said.append, **QUICK).close()
+    total = 4 * (8 + 12)
+    assert {joining.bytes_total for said in heard.values() for joining in said} == {total}
+    published = [joining.bytes_done for joining in heard["a"] if joining.phase == "publishing"]
+    assert published == sorted(published)
+    assert published[0] == 0
+    for said in heard.values():
+        loaded = [joining.bytes_done for joining in said if joining.phase == "loading"]
+        assert loaded == sorted(loaded)
+        assert (loaded[0], loaded[-1]) == (0, total)
+    assert {joining.phase for joining in heard["b"]} == {"loading"}
+
+
+def test_without_a_listener_only_what_takes_long_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    caplog.set_level("INFO")
+    say = logged("a", clock)
+    for done in (0, 10, 20):
+        say(Joining(phase="loading", bytes_done=done * 10**6, bytes_total=20 * 10**6))
+        clock.advance(3.0)
+    assert [record.getMessage() for record in caplog.records] == ["a joins: loading parameters, 20 of 20 MB"]
