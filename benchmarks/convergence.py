@@ -107,6 +107,8 @@ TABLES: dict[str, Table] = {
             "bf16, int4": _with(commit_wire="int4"),
             "int4, int4": _with(wire="int4", commit_wire="int4"),
             "e3m0, e3m0": _with(wire="e3m0", commit_wire="e3m0"),
+            "bf16, bf16 by rebasing": _with(adoption="rebase"),
+            "sparse, bf16 by rebasing": _with(adoption="rebase", wire="sparse"),
         },
     ),
     "fragments": Table(

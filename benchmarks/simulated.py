@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import work
 from gradientmail_torch import align
 from gradientmail_torch.algorithms import Algorithm, DecoupledDiLoCo, DiLoCo, LocalSGD, OuterSGD
-from gradientmail_torch.algorithms.quantize import BLOCK
+from gradientmail_torch.cli.plan import BYTES_PER_PARAMETER
 from gradientmail_torch.session import Session
 from gradientmail_torch.testing.simulation import Conditions, SimulatedCluster
 
@@ -199,9 +199,4 @@ def _rate(experiment: Experiment, algorithm: Algorithm, nodes: int) -> float:
     if experiment.late_steps <= 0:
         return float("inf")
     numel = sum(parameter.numel() for parameter in work.make_model(0).parameters()) / (algorithm.fragments or 1)
-    return numel * (_bytes_each(algorithm.wire) + _bytes_each(algorithm.commit_wire)) / (experiment.late_steps * STEP_S)
-
-
-def _bytes_each(wire: str) -> float:
-    plain = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
-    return plain.get(wire, 0.5) + (2 / BLOCK[wire] if wire in BLOCK else 0)
+    return numel * (BYTES_PER_PARAMETER[algorithm.wire] + BYTES_PER_PARAMETER[algorithm.commit_wire]) / (experiment.late_steps * STEP_S)

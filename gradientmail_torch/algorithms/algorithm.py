@@ -14,7 +14,7 @@ from typing import Literal
 from gradientmail_torch.algorithms.adoption import AdoptionRule
 from gradientmail_torch.algorithms.merge import Method, choose
 from gradientmail_torch.algorithms.outer import OuterSGD
-from gradientmail_torch.algorithms.wire import WIRES, Wire
+from gradientmail_torch.algorithms.wire import COMMIT_WIRES, WIRES, CommitWire, Wire
 from gradientmail_torch.errors import ConfigError
 
 HEARD_WITHIN_POLLS = 5
@@ -41,7 +41,7 @@ class Algorithm(ABC):  # noqa: B024 (a dataclass without such a base is final to
         fragments: parts of the model that are synchronised on staggered schedules; None chooses by size.
         outer: what a commit does with the merged delta.
         merge: ``mean``, ``rda``, or ``auto``: the mean up to three contributions, RDA from four on.
-        wire: number format of contributions.
+        wire: number format of contributions. ``sparse`` leaves out all but the largest changes, which follow when they have grown.
         commit_wire: number format of commits: ``fp32`` sends the whole fragment, the others what has changed.
         whole_every: with such updates, a commit in so many waits until the whole fragment is in the mailbox as well. The
             value of the others follows them, where the uplink has time for it; who joins reads the newest that is there.
@@ -54,7 +54,7 @@ class Algorithm(ABC):  # noqa: B024 (a dataclass without such a base is final to
     outer: OuterSGD = field(default_factory=OuterSGD)
     merge: MergeRule = "auto"
     wire: Wire = "bf16"
-    commit_wire: Wire = "bf16"
+    commit_wire: CommitWire = "bf16"
     whole_every: int = 4
     buffers: bool = True
     max_staleness: int = 2
@@ -65,7 +65,9 @@ class Algorithm(ABC):  # noqa: B024 (a dataclass without such a base is final to
         _require(isinstance(self.outer, OuterSGD), "outer", "an OuterSGD", self.outer)
         _require(self.merge in ("auto", "mean", "rda"), "merge", "'auto', 'mean' or 'rda'", self.merge)
         _require(self.wire in WIRES, "wire", f"one of {', '.join(WIRES)}", self.wire)
-        _require(self.commit_wire in WIRES, "commit_wire", f"one of {', '.join(WIRES)}", self.commit_wire)
+        _require(self.commit_wire in COMMIT_WIRES, "commit_wire", f"one of {', '.join(COMMIT_WIRES)}", self.commit_wire)
+        keeps = self.adoption_rule == "rebase"
+        _require(self.wire != "sparse" or keeps, "wire", "another, as only adoption='rebase' keeps what 'sparse' leaves out", self.wire)
         _require(_whole(self.whole_every, 1), "whole_every", "at least 1", self.whole_every)
         _require(isinstance(self.buffers, bool), "buffers", "True or False", self.buffers)
         _require(_whole(self.max_staleness, 1), "max_staleness", "at least 1 cycle", self.max_staleness)
@@ -220,7 +222,7 @@ class DiLoCo(_Synchronous):
     outer: OuterSGD = field(default_factory=lambda: OuterSGD(lr=0.7, momentum=0.9, warmup=False))
     merge: MergeRule = "mean"
     wire: Wire = "fp32"
-    commit_wire: Wire = "fp32"
+    commit_wire: CommitWire = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +231,7 @@ class LocalSGD(_Synchronous):
 
     merge: MergeRule = "mean"
     wire: Wire = "fp32"
-    commit_wire: Wire = "fp32"
+    commit_wire: CommitWire = "fp32"
 
 
 def _whole(value: object, least: int) -> bool:

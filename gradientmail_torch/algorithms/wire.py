@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -20,8 +20,9 @@ from gradientmail_torch.algorithms.quantize import BLOCK, code_dtype, code_shape
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.messages import TensorSpec
 
-Wire = Literal["fp32", "bf16", "int8", "int4", "e3m0"]
-WIRES: tuple[str, ...] = ("fp32", "bf16", "int8", "int4", "e3m0")
+CommitWire = Literal["fp32", "bf16", "int8", "int4", "e3m0"]
+Wire = Literal["fp32", "bf16", "int8", "int4", "e3m0", "sparse"]
+COMMIT_WIRES, WIRES = get_args(CommitWire), get_args(Wire)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SCALES = "#scales"  # a tensor's scales travel under its name and this

@@ -127,7 +127,7 @@ def plan(
     step_seconds: Annotated[float, typer.Option(help="Time of one optimizer step on one node.")] = 1.0,
     sync_every: Annotated[int | None, typer.Option(min=1, help="Steps of a cycle; recommended unless given.")] = None,
     fragments: Annotated[int | None, typer.Option(min=1, help="Parts of the model; by its size unless given.")] = None,
-    wire: Annotated[str | None, typer.Option(help="fp32, bf16, int8, int4 or e3m0; recommended unless given.")] = None,
+    wire: Annotated[str | None, typer.Option(help="fp32, bf16, int8, int4, e3m0 or sparse; recommended unless given.")] = None,
     commit_wire: Annotated[str, typer.Option(help="Format of commits.")] = "bf16",
     momentum: Annotated[bool, typer.Option(help="Whether the outer optimizer has momentum.")] = False,
     json: Json = False,

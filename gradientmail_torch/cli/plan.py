@@ -20,7 +20,7 @@ from gradientmail_torch.cli.prices import PriceTable, Use
 from gradientmail_torch.cli.tables import add, table
 from gradientmail_torch.errors import ConfigError
 
-BYTES_PER_PARAMETER = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 2 / 256, "int4": 0.5 + 2 / 128, "e3m0": 0.5 + 2 / 128}
+BYTES_PER_PARAMETER = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 2 / 256, "int4": 0.5 + 2 / 128, "e3m0": 0.5 + 2 / 128, "sparse": 114 / 4096}
 """By wire format; a block of small numbers has a scale of two bytes."""
 WHOLE_EVERY = 4
 """One commit in so many holds the fragment in fp32; the others are followed by it."""

@@ -67,7 +67,6 @@ class Engine:
             run,
             replica,
             life,
-            wire_format=algorithm.wire,
             poll_interval=settings.longest_look,
             clock=clock,
             encoded=lambda: self.wake("aligner"),

@@ -32,7 +32,6 @@ class Publisher:
         replica: Replica,
         life: keys.Life,
         *,
-        wire_format: str,
         poll_interval: float,
         clock: Clock,
         encoded: Callable[[], None],
@@ -45,7 +44,6 @@ class Publisher:
         self._run = run
         self._replica = replica
         self._life = life
-        self._wire = wire_format
         self._poll_interval = poll_interval
         self._clock = clock
         self._encoded = encoded
@@ -95,13 +93,13 @@ class Publisher:
                 )  # fmt: skip
                 self._unsound()
                 return False
-            data = wire.encode(delta, fragment.specs, self._wire)
-            sent = wire.decode(data, fragment.specs, self._wire, key="a contribution of our own")
+            data = wire.encode(delta, fragment.specs, pending.wire)
+            sent = wire.decode(data, fragment.specs, pending.wire, key="a contribution of our own")
             with self._replica.lock:
                 pending.delta, pending.snapshot = sent, None
             self._encoded()
         else:
-            data = wire.encode(pending.delta, fragment.specs, self._wire)
+            data = wire.encode(pending.delta, fragment.specs, pending.wire)
         key = keys.data(fragment.index, fragment.known + 1, self._life.learner_id, pending.nonce, "delta")
         began = self._clock.monotonic()
         self._run.mailbox.put(key, data)
@@ -114,7 +112,7 @@ class Publisher:
             samples=pending.work.samples,
             norms=tuple(norms(pending.delta, fragment.specs)),
             anchor=pending.anchor,
-            data=reference(key, data, wire=self._wire),
+            data=reference(key, data, wire=pending.wire),
         )
         return True
 

@@ -42,6 +42,9 @@ class Work:
     def __sub__(self, other: Work) -> Work:
         return Work(self.steps - other.steps, self.samples - other.samples)
 
+    def one_step(self) -> Work:
+        return Work(1, self.samples // self.steps)
+
 
 @dataclass(slots=True, eq=False)
 class Pending:
@@ -52,6 +55,8 @@ class Pending:
     anchor: str
     snapshot: Snapshot | None
     """The parameters when it was taken; None once the delta is known."""
+    wire: str
+    """The number format that it travels in."""
     delta: list[Tensor] | None = None
     """Exactly what the mailbox holds of it, decoded: what the wire format lost stays local progress."""
     record: Contribution | None = None
@@ -142,6 +147,7 @@ class Replica:
         """Live learners in training, this one included; kept up by the session's observer."""
         self._access = access
         self._algorithm = algorithm
+        self._wire: str = algorithm.wire
 
     # --- on the training thread ----------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ class Replica:
 
     def due(self, fragment: Fragment) -> bool:
         work = self.uncontributed(fragment)
-        if fragment.pending is not None or work.steps < 1 or work.samples < 1:
+        if fragment.pending is not None or work.steps < (2 if self._wire == "sparse" else 1) or work.samples < 1:
             return False
         if fragment.called and self._algorithm.calls:
             return True
@@ -179,13 +185,21 @@ class Replica:
     def contribute(self, fragment: Fragment, nonce: str) -> None:
         """Take a snapshot of ``fragment`` and hand it to the publisher."""
         work = self.uncontributed(fragment)
-        pending = Pending(nonce=nonce, work=work, anchor=fragment.nonce, snapshot=self._access.snapshot(fragment.index))
+        # One step stands for what is left out, so that it is in the books until a contribution has taken it along.
+        held_back = work.one_step() if self._wire == "sparse" else Work()
+        snapshot = self._access.snapshot(fragment.index)
+        pending = Pending(nonce=nonce, work=work - held_back, anchor=fragment.nonce, snapshot=snapshot, wire=self._wire)
         with self.lock:
             fragment.pending = pending
             fragment.called = False
-            fragment.counted_from = self.total
+            fragment.counted_from = self.total - held_back
             fragment.returned = Work()
             fragment.due_at_step = self.total.steps + self._algorithm.sync_every
+
+    def hold_nothing_back(self) -> None:
+        """This learner is leaving: what sparse contributions have left out goes with its last ones."""
+        if self._wire == "sparse":
+            self._wire = "bf16"
 
     def adopt(self, fragment: Fragment) -> bool:
         """Take what is staged for ``fragment``, when it is ready. True when the parameters have changed."""

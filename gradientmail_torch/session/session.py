@@ -324,6 +324,7 @@ class Session:
         reminder = Reminder(self._clock, CLOSING_REPORT_S)
         self._membership.state = "leaving"
         self._engine.wake("heartbeat")
+        replica.hold_nothing_back()
         while True:
             if contribute:
                 self._exchange(replica)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import DecoupledDiLoCo
+from gradientmail_torch.algorithms.quantize import KEPT
 from gradientmail_torch.errors import BackgroundFailure, ConfigError, GradientMailError, LearnerFenced, RunTimeout
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Beat, read
@@ -42,6 +45,26 @@ def test_what_is_done_while_a_contribution_is_on_its_way_takes_a_round_of_its_ow
     a.session.close()
     assert committed(a) == [34.0, 34.0]
     assert world.commit(2).merged[0].steps == 3
+
+
+class Large(nn.Module):
+    """Of two blocks of the sparse format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(8192))
+
+
+@pytest.mark.parametrize("trained_after", [0, 3])
+def test_what_sparse_contributions_have_left_out_goes_with_the_last_one(world: Any, trained_after: int) -> None:
+    a = world.node("a", algorithm(sync_every=4, wire="sparse"), model=Large())
+    a.train(1.0, steps=4)
+    world.turn(4)
+    assert committed(a).count(4.0) == 2 * KEPT
+    a.train(1.0, steps=trained_after)
+    a.session.close()
+    assert committed(a) == [4.0 + trained_after] * 8192 == a.w
+    assert a.session.stats().tally.merged_work.steps == 4 + trained_after
 
 
 def test_two_that_close_one_after_the_other_lose_nothing(world: Any) -> None:

@@ -121,6 +121,7 @@ ALGORITHMS = {
     "quorum": DecoupledDiLoCo(sync_every=5, fragments=2, quorum_size=2, wire="fp32", commit_wire="fp32"),
     "momentum": DecoupledDiLoCo(sync_every=5, outer=OuterSGD(lr=0.7, momentum=0.5), merge="rda"),
     "int8": DecoupledDiLoCo(sync_every=5, fragments=2, wire="int8", commit_wire="int8"),
+    "sparse": DecoupledDiLoCo(sync_every=5, fragments=2, wire="sparse"),
     "samples": DecoupledDiLoCo(round_samples=60, fragments=2),
     "overwrite": DecoupledDiLoCo(sync_every=5, adoption="overwrite"),
     "mix": DecoupledDiLoCo(sync_every=5, adoption="mix"),
