@@ -11,6 +11,7 @@ from gradientmail_torch import messages
 from gradientmail_torch.clock import Clock, Task
 from gradientmail_torch.errors import ConfigError, CorruptObject, GradientMailError
 from gradientmail_torch.mailbox import Body, Mailbox
+from gradientmail_torch.mailbox.watched_time import WatchedTime
 from gradientmail_torch.patterns.beat_helper import Beat, BeatHelper
 
 log = logging.getLogger(__name__)
@@ -122,26 +123,25 @@ class Heartbeat:
 
 
 class Attentive:
-    """A mailbox that knows since when its user has been awake and online, by the requests that succeeded."""
+    """A mailbox that knows how long its user has been awake and online, by the requests that succeeded."""
 
     PAGE_KEYS = 1000
+    GAPS_PER_LEASE = 4
+    """So many answers at least make a lease of watching: one may be missing, and one beat, before anybody seems dead."""
 
     def __init__(self, inner: Mailbox, *, lease: float, clock: Clock) -> None:
         self.inner = inner
-        self._lease = lease
-        self._clock = clock
+        self._watched = WatchedTime(clock, longest_gap=lease / self.GAPS_PER_LEASE)
         self._lock = threading.Lock()  # never held over a mailbox operation
-        self._last: float | None = None
-        self._since = 0.0
 
     def __repr__(self) -> str:
         return repr(self.inner)
 
     @property
-    def awake_since(self) -> float:
-        """The end of the last time of more than ``lease / 3`` seconds in which no request succeeded."""
+    def watched_s(self) -> float:
+        """Seconds of :class:`WatchedTime` until now."""
         with self._lock:
-            return self._since
+            return self._watched.asking()
 
     def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes | None:
         found = self.inner.get(key, start=start, length=length)
@@ -168,37 +168,28 @@ class Attentive:
         self._succeeded()
 
     def _succeeded(self) -> None:
-        now = self._clock.monotonic()
         with self._lock:
-            if self._last is None or now - self._last > self._lease / 3:
-                self._since = now
-            self._last = now
+            self._watched.answered()
 
 
 @dataclass(slots=True)
 class Observation:
-    """What an observer has seen of one heartbeat, on its own monotonic clock."""
+    """What an observer has seen of one heartbeat, by its :attr:`Attentive.watched_s`."""
 
     lease_s: float
     _last: bytes | None = None
     _unchanged_since: float | None = None
     _read_at: float = 0.0
 
-    def see(self, beat: bytes | None, *, began: float, ended: float, awake_since: float | None = None) -> None:
-        """Take in ``beat``, read between the times ``began`` and ``ended``.
-
-        An observer that was away starts afresh: its own silence is not the other's. It was away when more than a
-        third of the lease lies between two reads of this beat, or, where it counts all its requests, when
-        ``awake_since`` lies between them.
-        """
-        away = began - self._read_at > self.lease_s / 3 if awake_since is None else awake_since > self._read_at
-        if self._unchanged_since is None or away or beat != self._last:
+    def see(self, beat: bytes | None, *, began: float, ended: float) -> None:
+        """Take in ``beat``, read between the times ``began`` and ``ended``."""
+        if self._unchanged_since is None or beat != self._last:
             self._unchanged_since = ended
         self._last, self._read_at = beat, began
 
     @property
     def stale(self) -> bool:
-        """No new beat for a lease, counted over the times at which it was looked for."""
+        """No new beat for a lease."""
         return self._unchanged_since is not None and self._read_at - self._unchanged_since >= self.lease_s
 
 
@@ -208,7 +199,10 @@ class _Party:
 
     observation: Observation
     beat: Beat | None = None
-    read_at: float | None = None
+    read_at: float = 0.0
+    """In watched time."""
+    looked_at: float | None = None
+    """On the clock."""
 
 
 class Watch:
@@ -236,25 +230,24 @@ class Watch:
         """
         party = self._look(key)
         with self._lock:
-            assert party.read_at is not None
             claim_seen_for_s = party.read_at - self._first_seen.setdefault(nonce, party.read_at)
             silent = party.observation.stale and claim_seen_for_s >= self._lease
             return silent or (party.beat is not None and party.beat.gave_up(nonce, since))
 
     def _look(self, key: str) -> _Party:
-        began = self._clock.monotonic()
+        now = self._clock.monotonic()
         with self._lock:
             party = self._parties.setdefault(key, _Party(Observation(self._lease)))
-            if party.read_at is not None and began - party.read_at < self._lease / 20:
+            if party.looked_at is not None and now - party.looked_at < self._lease / 20:
                 return party
+        began = self._attentive.watched_s
         data = self._mailbox.get(key, length=messages.MAX_RECORD_BYTES)
-        ended = self._clock.monotonic()
         try:
             beat = None if data is None else messages.decode(Beat, data, key=key)
         except CorruptObject as error:
             log.warning("%s", error)
             beat = None
         with self._lock:
-            party.observation.see(data, began=began, ended=ended, awake_since=self._attentive.awake_since)
-            party.beat, party.read_at = beat, began
+            party.observation.see(data, began=began, ended=self._attentive.watched_s)
+            party.beat, party.read_at, party.looked_at = beat, began, now
         return party

@@ -5,7 +5,7 @@ The rule that the queue, the synchronization node and steering share, over ``put
 * A **claim** is an object created once, ``claims/{item}/{attempt}``. Whoever creates the next attempt has the item.
 * Its owner **beats** in an object of its own, one for all its claims, so that the cost does not grow with them.
 * Who has seen no new beat for ``lease`` seconds *of its own observation* creates attempt + 1. No two machines'
-  clocks are compared, and an observer that was away for more than ``lease / 3`` starts its observation afresh.
+  clocks are compared, and of a time in which the observer was away at most ``lease / 4`` counts.
 * The **outcome** is one object created once: the first attempt to finish wins, and a zombie's is refused.
 * An owner that gives up a claim, or stops on notice, says so in its beat, and nobody waits for the lease.
 

@@ -19,6 +19,7 @@ from gradientmail_torch import keys
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject, InvalidName, LearnerFenced, LearnerIdInUse
 from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.mailbox.watched_time import WatchedTime
 from gradientmail_torch.messages import Beat, LifeRecord, encode, read
 from gradientmail_torch.session.settings import BEATS_PER_LEASE, Settings
 
@@ -84,33 +85,12 @@ def _newest_life(mailbox: Mailbox, learner_id: str, generations: Sequence[int]) 
     return None
 
 
-class WatchedTime:
-    """Runs while the mailbox answers: of the time between two answers at most one beat interval counts.
-
-    An outage or a sleep of our own so proves no more than one missing beat does. To begin anew after each gap would
-    keep the dead alive for ever where the network is so slow that gaps are the rule.
-    """
-
-    def __init__(self, clock: Clock, *, lease: float) -> None:
-        self._clock = clock
-        self._longest_gap_s = lease / BEATS_PER_LEASE
-        self._answered_at = clock.monotonic()
-        self._seconds = 0.0
-
-    def answered(self) -> float:
-        """To be called at each answer of the mailbox. Seconds of watching until now."""
-        now = self._clock.monotonic()
-        self._seconds += min(now - self._answered_at, self._longest_gap_s)
-        self._answered_at = now
-        return self._seconds
-
-
 def _wait_until_silent(mailbox: Mailbox, learner_id: str, generation: int, life: LifeRecord, settings: Settings, clock: Clock) -> None:
     if life.machine and life.machine == machine() and process_ended(life.pid):
         return
     key = keys.beat(learner_id, generation)
     first = _read_beat(mailbox, key)
-    watched = WatchedTime(clock, lease=settings.lease)
+    watched = WatchedTime(clock, longest_gap=settings.beat_interval)
     while first is None or first.state != "ended":
         clock.sleep(min(settings.longest_look, settings.beat_interval))
         beat = _read_beat(mailbox, key)
@@ -207,7 +187,7 @@ class Observer:
     def __init__(self, mailbox: Mailbox, *, lease: float, clock: Clock) -> None:
         self._mailbox = mailbox
         self._lease = lease
-        self._watched = WatchedTime(clock, lease=lease)
+        self._watched = WatchedTime(clock, longest_gap=lease / BEATS_PER_LEASE)
         self._seen: dict[keys.Life, _Sighting] = {}
         self._ended: set[keys.Life] = set()
         self._unreadable: set[keys.Life] = set()

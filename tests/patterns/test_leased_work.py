@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -70,14 +71,33 @@ def test_a_silent_owner_is_taken_over_after_the_lease_of_the_observers_own_clock
     assert claimed(watch(b, clock, 1.0)).attempt == 2
 
 
-def test_an_observer_that_was_away_starts_its_observation_afresh(party: Party, quiet_clock: type[ManualClock]) -> None:
+def test_a_time_in_which_the_observer_was_away_counts_for_little(party: Party, quiet_clock: type[ManualClock]) -> None:
     clock = quiet_clock()
     a, b = party("a"), party("b", clock=clock)
     claimed(a.claim("job"))
-    assert watch(b, clock, 8.0) is None
+    assert watch(b, clock, 2.0) is None
     clock.advance(1000.0)
-    assert watch(b, clock, 8.0) is None
+    assert watch(b, clock, 4.0) is None
     assert claimed(watch(b, clock, 1.0)).attempt == 2
+
+
+def test_with_a_store_so_slow_that_every_request_is_a_gap_the_dead_are_taken_over(
+    party: Party, mailbox: Mailbox, quiet_clock: type[ManualClock]
+) -> None:
+    class Slow(CountingMailbox):
+        def get(self, key: str, **window: Any) -> bytes | None:
+            clock.advance(60.0)
+            return super().get(key, **window)
+
+    clock = quiet_clock()
+    a, b = party("a"), party("b", clock=clock, box=Slow(mailbox))
+    claimed(a.claim("job"))
+    looks = 0
+    while (found := b.claim("job")) is None:
+        looks += 1
+        assert looks < 10
+    assert claimed(found).attempt == 2
+    assert looks >= Attentive.GAPS_PER_LEASE
 
 
 def test_an_observer_busy_with_other_requests_was_not_away(party: Party, mailbox: Mailbox, quiet_clock: type[ManualClock]) -> None:
@@ -202,14 +222,14 @@ def test_an_outage_is_not_the_owners_death(party: Party, mailbox: Mailbox, quiet
     away = Outage(mailbox)
     a, b = party("a"), party("b", clock=clock, box=away)
     claimed(a.claim("job"))
-    assert watch(b, clock, 5.0) is None
+    assert watch(b, clock, 2.0) is None
     away.down = True
     for _ in range(20):
         clock.advance(1.0)
         with pytest.raises(MailboxUnavailable):
             b.claim("job")
     away.down = False
-    assert watch(b, clock, 8.0) is None
+    assert watch(b, clock, 4.0) is None
     assert claimed(watch(b, clock, 2.0)).attempt == 2
 
 

@@ -19,13 +19,14 @@ import pytest
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.adoption import Keep, Outcome
+from gradientmail_torch.mailbox.watched_time import WatchedTime
 from gradientmail_torch.mailbox.wrappers import CountingMailbox, RetryingMailbox
 from gradientmail_torch.messages import Contribution
 from gradientmail_torch.patterns.barrier import Barrier
 from gradientmail_torch.session import lease, publisher, replica, syncer
 from gradientmail_torch.session.aligner import Aligner
 from gradientmail_torch.session.closing_round import ClosingRound
-from gradientmail_torch.session.lease import Heartbeat, Observer, WatchedTime
+from gradientmail_torch.session.lease import Heartbeat, Observer
 from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.merger import Merger
 from gradientmail_torch.session.publisher import Publisher

@@ -215,10 +215,10 @@ class MailboxQueues(TaskQueues):
     def servers(self) -> list[ServerInfo]:
         found = []
         for key in self._attentive.list(self._keys.servers()):
-            began = self.clock.monotonic()
+            began = self._attentive.watched_s
             data = self._attentive.get(key, length=MAX_RECORD_BYTES)
             seen = self._observed.setdefault(key, Observation(self._lease))
-            seen.see(data, began=began, ended=self.clock.monotonic(), awake_since=self._attentive.awake_since)
+            seen.see(data, began=began, ended=self._attentive.watched_s)
             if data is None or seen.stale:
                 continue
             try:
