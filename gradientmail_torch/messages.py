@@ -106,6 +106,17 @@ class LifeRecord(Record, frozen=True, kw_only=True):
 LearnerState = Literal["joining", "training", "waiting", "leaving", "ended"]
 
 
+class Earlier(Record, frozen=True, kw_only=True):
+    """What the earlier lives of a learner have asked of its store, as far as it is known."""
+
+    lives: Count = 0
+    """How many are counted here. One that ended before its first beat is not."""
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    requests: dict[str, Count] = {}
+    bytes_up: Count = 0
+    bytes_down: Count = 0
+
+
 class Beat(Record, frozen=True, kw_only=True):
     """A heartbeat, overwritten by its owner alone."""
 
@@ -136,6 +147,8 @@ class Beat(Record, frozen=True, kw_only=True):
     """Requests to the mailbox by operation, as a store bills them."""
     bytes_up: Count = 0
     bytes_down: Count = 0
+    earlier: Earlier = Earlier()
+    """Taken over from the last beat of the life before."""
 
 
 class Contribution(Record, frozen=True, kw_only=True):

@@ -18,7 +18,8 @@ from gradientmail_torch.cli.tables import add, table
 class LearnerCost:
     learner_id: str
     seconds: float
-    """How long the life that is counted has lasted."""
+    """How long the lives that are counted have lasted."""
+    lives: int
     use: Use
 
 
@@ -40,13 +41,18 @@ class Cost:
     """Date of the price table."""
     learners: tuple[LearnerCost, ...]
     lives_not_counted: int
-    """Earlier lives of restarted learners; what they used went with their beats."""
+    """Earlier lives of restarted learners that ended before their first beat, or whose last one is gone."""
     stores: tuple[StoreCost, ...]
 
 
 def cost(view: RunView, prices: PriceTable) -> Cost:
     learners = tuple(
-        LearnerCost(learner_id=life.learner_id, seconds=life.beat.seconds, use=used(life.beat))
+        LearnerCost(
+            learner_id=life.learner_id,
+            seconds=life.beat.seconds + life.beat.earlier.seconds,
+            lives=1 + life.beat.earlier.lives,
+            use=used(life.beat) + used(life.beat.earlier),
+        )
         for life in view.learners
         if life.beat is not None
     )
@@ -57,7 +63,7 @@ def cost(view: RunView, prices: PriceTable) -> Cost:
         mailbox=view.mailbox,
         prices_of=prices.date,
         learners=learners,
-        lives_not_counted=sum(life.generation - 1 for life in view.learners),
+        lives_not_counted=sum(life.generation for life in view.learners) - sum(learner.lives for learner in learners),
         stores=tuple(
             StoreCost(
                 store=name,
@@ -79,7 +85,8 @@ def _parts(shown: Cost) -> Iterator[RenderableType]:
     use = table("learner", "time", "writes", "reads", "up", "down", right=("time", "writes", "reads", "up", "down"))
     for learner in shown.learners:
         u = learner.use
-        add(use, learner.learner_id, duration(learner.seconds), f"{u.writes:,.0f}", f"{u.reads:,.0f}", size(u.bytes_up), size(u.bytes_down))
+        name = learner.learner_id + (f" ({learner.lives} lives)" if learner.lives > 1 else "")
+        add(use, name, duration(learner.seconds), f"{u.writes:,.0f}", f"{u.reads:,.0f}", size(u.bytes_up), size(u.bytes_down))
     yield use
     if shown.lives_not_counted:
         yield Text(f"{plural(shown.lives_not_counted, 'earlier life', 'earlier lives')} of restarted learners not counted", "yellow")

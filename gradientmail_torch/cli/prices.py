@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from gradientmail_torch.errors import ConfigError
-from gradientmail_torch.messages import Beat
+from gradientmail_torch.messages import Beat, Earlier
 
 Dollars = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -71,10 +71,10 @@ class Use:
         return requests / 1e6 + self.bytes_down / 1e9 * price.dollars_per_gb_out
 
 
-def used(beat: Beat) -> Use:
-    """What a life has used until its last beat."""
-    writes = sum(beat.requests.get(operation, 0) for operation in _WRITES)
-    return Use(writes=writes, reads=beat.requests.get("get", 0), bytes_up=beat.bytes_up, bytes_down=beat.bytes_down)
+def used(by: Beat | Earlier) -> Use:
+    """What a life has used until its last beat, or the lives before it."""
+    writes = sum(by.requests.get(operation, 0) for operation in _WRITES)
+    return Use(writes=writes, reads=by.requests.get("get", 0), bytes_up=by.bytes_up, bytes_down=by.bytes_down)
 
 
 def load(path: str | None = None) -> PriceTable:

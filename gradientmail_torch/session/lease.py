@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 from gradientmail_torch import keys
@@ -20,10 +21,14 @@ from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject, InvalidName, LearnerFenced, LearnerIdInUse
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.mailbox.watched_time import WatchedTime
-from gradientmail_torch.messages import Beat, LifeRecord, encode, read
+from gradientmail_torch.messages import MAX_COUNT, Beat, Earlier, LifeRecord, encode, read
 from gradientmail_torch.session.settings import BEATS_PER_LEASE, Settings
 
 log = logging.getLogger(__name__)
+
+OPERATIONS = ("get", "put", "list", "delete")
+MOST_WITHOUT_BEAT = 8
+"""Lives that may have ended before their first beat, one after the other, before the figures of those before count as lost."""
 
 
 def machine() -> str:
@@ -59,9 +64,40 @@ def take_generation(mailbox: Mailbox, learner_id: str, *, settings: Settings, cl
     life = LifeRecord(nonce=uuid4().hex, host=socket.gethostname(), machine=machine(), pid=os.getpid(), started_at=clock.wall())
     if not mailbox.put_if_absent(keys.learner(learner_id, generation), encode(life)):
         raise LearnerIdInUse(_in_use(learner_id, mailbox))
-    if previous is not None:
-        mailbox.delete(keys.beat(learner_id, previous[0]))
     return generation
+
+
+class Inheritance(NamedTuple):
+    """What the lives before have left."""
+
+    figures: Earlier
+    beats: tuple[str, ...]
+    """Keys of theirs, to be removed once a beat of the new life holds the figures."""
+
+
+def inherit(mailbox: Mailbox, life: keys.Life) -> Inheritance:
+    """The figures of the newest earlier life that has beaten; of those between, which did not, there are none."""
+    looked: list[str] = []
+    for generation in range(life.generation - 1, max(0, life.generation - 1 - MOST_WITHOUT_BEAT), -1):
+        looked.append(keys.beat(life.learner_id, generation))
+        if (beat := _read_beat(mailbox, looked[-1])) is not None:
+            return Inheritance(_with(beat.earlier, beat), tuple(looked))
+    return Inheritance(Earlier(), tuple(looked))
+
+
+def _with(earlier: Earlier, beat: Beat) -> Earlier:
+    """``earlier`` and one life more. Bounded, as what is read is: it comes from a mailbox."""
+
+    def total(a: int, b: int) -> int:
+        return min(a + b, MAX_COUNT)
+
+    return Earlier(
+        lives=total(earlier.lives, 1),
+        seconds=earlier.seconds + beat.seconds,
+        requests={name: total(earlier.requests.get(name, 0), beat.requests.get(name, 0)) for name in OPERATIONS},
+        bytes_up=total(earlier.bytes_up, beat.bytes_up),
+        bytes_down=total(earlier.bytes_down, beat.bytes_down),
+    )
 
 
 def _generations(mailbox: Mailbox, learner_id: str) -> list[int]:

@@ -10,7 +10,7 @@ from gradientmail_torch.clock import Clock
 from gradientmail_torch.mailbox import Mailbox, Usage
 from gradientmail_torch.messages import Beat, LearnerState
 from gradientmail_torch.presence import is_waiting
-from gradientmail_torch.session.lease import Heartbeat, Observer, Peer, take_generation
+from gradientmail_torch.session.lease import Heartbeat, Observer, Peer, inherit, take_generation
 from gradientmail_torch.session.settings import Settings
 
 
@@ -42,12 +42,17 @@ class Membership:
         self.peers: Mapping[str, Peer] = {}
         """All learners whose life has not ended, this one included, as last observed."""
         self.life = keys.Life(learner_id, take_generation(mailbox, learner_id, settings=settings, clock=clock))
+        self._inheritance = inherit(mailbox, self.life)
         self._heartbeat = Heartbeat(mailbox, self.life, interval=settings.beat_interval, describe=self._beat)
         self._observer = Observer(mailbox, lease=settings.lease, clock=clock)
 
     def beat(self) -> float:
         """One tick of the heartbeat; raises :class:`LearnerFenced` when a newer life has taken over."""
-        return self._heartbeat.tick()
+        pause = self._heartbeat.tick()
+        for key in self._inheritance.beats:
+            self._mailbox.delete(key)
+        self._inheritance = self._inheritance._replace(beats=())
+        return pause
 
     def observe(self) -> float:
         """One tick of watching the others."""
@@ -99,4 +104,5 @@ class Membership:
             requests=progress.usage.requests,
             bytes_up=progress.usage.bytes_up,
             bytes_down=progress.usage.bytes_down,
+            earlier=self._inheritance.figures,
         )

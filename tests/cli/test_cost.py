@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from gradientmail_torch import keys
 from gradientmail_torch.cli import plan as plans
 from gradientmail_torch.cli.formats import bits_per_second, count, dollars, duration, number, size
 from gradientmail_torch.cli.prices import Use, load, recognize
 from gradientmail_torch.errors import ConfigError
 from gradientmail_torch.mailbox import CountingMailbox, open_mailbox
+from gradientmail_torch.messages import Beat, read
 from tests.cli.conftest import Command, join, together, train
 
 PRICES = load()
@@ -77,11 +79,31 @@ class TestCost:
         assert used["reads"] == box.usage.requests["get"]
         assert used["writes"] == box.usage.requests["put"] + box.usage.requests["list"] - 1
 
-    def test_restarts_whose_figures_are_gone_are_said(self, command: Command, tmp_path: Path) -> None:
-        for _ in range(3):
-            session, _ = join(str(tmp_path / "mailbox"), "node-a", together(parties=1))
-            session.close()
-        assert "2 earlier lives" in command("cost", str(tmp_path / "mailbox")).stdout
+    def test_a_restarted_learner_takes_the_figures_of_its_lives_with_it(self, command: Command, tmp_path: Path) -> None:
+        """Three lives, of which the second ends before its first beat."""
+        url = str(tmp_path / "mailbox")
+
+        def live() -> dict[str, float]:
+            session, model = join(url, "node-a", together(parties=1))
+            with session:
+                train(session, model, 4)
+            (learner,) = json.loads(command("cost", url, "--json").stdout)["learners"]
+            return learner
+
+        first = live()
+        box = open_mailbox(url)
+        box.put(keys.learner("node-a", 2), box.get(keys.learner("node-a", 1)) or b"")
+        last = live()
+        assert (first["lives"], last["lives"]) == (1, 2)
+        assert last["seconds"] > first["seconds"]
+        assert all(last["use"][name] > first["use"][name] for name in ("writes", "reads", "bytes_up", "bytes_down"))
+        beat = read(box, Beat, keys.beat("node-a", 3))
+        assert beat is not None
+        assert last["use"]["bytes_up"] == first["use"]["bytes_up"] + beat.bytes_up
+        assert list(box.list(keys.BEATS)) == [keys.beat("node-a", 3)]
+        text = command("cost", url).stdout
+        assert "node-a (2 lives)" in text
+        assert "1 earlier life of restarted learners not counted" in text
 
 
 def situation(**changes: float) -> plans.Situation:

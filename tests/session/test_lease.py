@@ -12,8 +12,9 @@ import pytest
 from gradientmail_torch import keys
 from gradientmail_torch.errors import LearnerFenced, LearnerIdInUse, MailboxUnavailable
 from gradientmail_torch.mailbox.memory import MemoryMailbox
-from gradientmail_torch.messages import Beat, LearnerState, LifeRecord, encode, read
-from gradientmail_torch.session.lease import Heartbeat, Observer, machine, process_ended, take_generation
+from gradientmail_torch.messages import MAX_COUNT, Beat, Earlier, LearnerState, LifeRecord, encode, read
+from gradientmail_torch.session.lease import Heartbeat, Observer, inherit, machine, process_ended, take_generation
+from gradientmail_torch.session.membership import Membership, Progress
 from gradientmail_torch.session.settings import Settings
 from gradientmail_torch.testing.clock import ManualClock
 from gradientmail_torch.testing.faults import LostAnswers, Outage, first
@@ -44,13 +45,37 @@ def test_the_first_life_waits_for_nothing(mailbox: MemoryMailbox) -> None:
     assert (life.pid, life.machine) == (os.getpid(), machine())
 
 
-def test_a_life_that_has_ended_is_followed_at_once_and_its_beat_removed(mailbox: MemoryMailbox) -> None:
+def test_a_life_that_has_ended_is_followed_at_once(mailbox: MemoryMailbox) -> None:
     live_elsewhere(mailbox, state="ended")
     clock = ManualClock()
     assert take_generation(mailbox, "a", settings=SETTINGS, clock=clock) == 2
     assert clock.sleeps == []
-    assert list(mailbox.list("beats/")) == []
     assert read(mailbox, LifeRecord, keys.learner("a", 1)) is not None, "who lived stays on record"
+
+
+def test_the_figures_of_a_life_are_inherited_and_its_beat_goes_when_they_are_safe(mailbox: MemoryMailbox) -> None:
+    """Whoever dies in between leaves them to the next one."""
+    earlier = Earlier(lives=2, seconds=5.0, requests={"put": 7, "get": 1}, bytes_up=100, bytes_down=MAX_COUNT)
+    live_elsewhere(mailbox, state="ended")
+    last = Beat(count=4, state="ended", seconds=2.0, requests={"put": 3, "strange": 9}, bytes_up=11, bytes_down=5, earlier=earlier)
+    mailbox.put(keys.beat("a", 1), encode(last))
+    for generation in (2, 3):
+        membership = Membership(mailbox, "a", settings=SETTINGS, clock=ManualClock(), progress=Progress)
+        assert membership.life.generation == generation
+        assert list(mailbox.list("beats/")) == [keys.beat("a", 1)]
+    membership.beat()
+    assert list(mailbox.list("beats/")) == [keys.beat("a", 3)]
+    beat = read(mailbox, Beat, keys.beat("a", 3))
+    assert beat is not None
+    requests = {"get": 1, "put": 10, "list": 0, "delete": 0}
+    assert beat.earlier == Earlier(lives=3, seconds=7.0, requests=requests, bytes_up=111, bytes_down=MAX_COUNT)
+
+
+def test_what_cannot_be_read_is_not_inherited(mailbox: MemoryMailbox) -> None:
+    live_elsewhere(mailbox, state="ended")
+    mailbox.put(keys.beat("a", 1), b"garbage")
+    assert inherit(mailbox, keys.Life("a", 2)) == (Earlier(), (keys.beat("a", 1),))
+    assert inherit(mailbox, keys.Life("a", 1)) == (Earlier(), ())
 
 
 def test_after_a_crash_the_old_beat_has_to_be_still_for_a_lease_of_our_own_observation(mailbox: MemoryMailbox) -> None:
