@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from gradientmail_torch.errors import ConfigError
@@ -35,7 +34,7 @@ class DistributedEvaluation(Callback):
         mailbox, learner_id: when left out, those of the Trainer's GradientMail strategy or callback, and without one
             those of the environment.
         name: of the evaluations; with the epoch it serves once per run.
-        every_n_epochs: also at the end of every so many epochs. Not with parameters that are sharded over ranks.
+        every_n_epochs: also at the end of every so many epochs.
         pieces: into how many the validation data is cut, the same on all nodes; up to 64 when left out.
         timeout: seconds to wait for pieces that other nodes hold.
         lease: seconds without a sign of life after which a node's piece goes to others.
@@ -103,9 +102,9 @@ class DistributedEvaluation(Callback):
 def validation_loader(trainer: Trainer, pl_module: LightningModule) -> DataLoader[Any]:
     """The one loader of the validation data."""
     found: Any = trainer.val_dataloaders
-    if found is None:
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        found = (data if is_overridden("val_dataloader", data) else pl_module).val_dataloader()
+    if found is None:  # with limit_val_batches=0 Lightning does not ask whoever has it
+        source = trainer.fit_loop.epoch_loop.val_loop._data_source  # loaders given to fit, a datamodule, or the module
+        found = source.dataloader() if source.is_defined() else pl_module.val_dataloader()
     if isinstance(found, (list, tuple)) and len(found) == 1:
         (found,) = found
     if not isinstance(found, DataLoader):

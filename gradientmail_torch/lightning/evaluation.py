@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError
 from gradientmail_torch.lightning.data import Claims, Lead, lead_ranks
+from gradientmail_torch.lightning.parameters import reshard, whole
 from gradientmail_torch.lightning.participation import MailboxLike
 from gradientmail_torch.lightning.scores import Kind, Scalar, Scores, added, merged, results, state_of
 from gradientmail_torch.patterns.queue import SharedQueue
@@ -213,13 +214,12 @@ class _Scorer:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A digest of all parameters and buffers; empty where they are sharded over ranks."""
+    """A digest of all parameters and buffers. Where they are sharded over ranks, it is called on all of them."""
+    reshard(module)
     digest = hashlib.sha256()
     for name, tensor in sorted([*module.named_parameters(), *module.named_buffers()], key=lambda item: item[0]):
-        if hasattr(tensor, "to_local"):
-            return ""
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(whole(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -103,15 +103,15 @@ class _ShardedParameters:
 
     @torch.no_grad()
     def snapshot(self, fragment: int) -> Snapshot:
-        whole = [_whole(tensor) for tensor in self._shards(fragment)]
-        host = [tensor.to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True) for tensor in whole]
+        gathered = [whole(tensor) for tensor in self._shards(fragment)]
+        host = [tensor.to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True) for tensor in gathered]
         return lambda: host
 
     @torch.no_grad()
     def shift(self, fragment: int, corrections: Sequence[Tensor]) -> list[Tensor | None]:
         moved: list[Tensor | None] = []
         for tensor, spec, correction in zip(self._shards(fragment), self._layout[fragment], corrections, strict=True):
-            part = _part(correction, tensor)
+            part = part_of(correction, tensor)
             if spec.kind == "buffer":
                 tensor.copy_(part)
                 moved.append(None)
@@ -121,14 +121,14 @@ class _ShardedParameters:
             else:
                 before = tensor.float()
                 tensor.copy_(before + part)
-                moved.append(_whole(tensor.float() - before).cpu())
+                moved.append(whole(tensor.float() - before).cpu())
         return moved
 
     @torch.no_grad()
     def write(self, fragment: int, values: Sequence[Tensor]) -> list[Tensor]:
         held = []
         for tensor, value in zip(self._shards(fragment), values, strict=True):
-            tensor.copy_(_part(value, tensor))
+            tensor.copy_(part_of(value, tensor))
             exact = tensor.dtype.itemsize >= 4 or not tensor.is_floating_point()
             held.append(value if exact else value.to(tensor.dtype).float().cpu())
         return held
@@ -136,19 +136,19 @@ class _ShardedParameters:
     @torch.no_grad()
     def mix(self, fragment: int, values: Sequence[Tensor], share: float) -> None:
         for tensor, spec, value in zip(self._shards(fragment), self._layout[fragment], values, strict=True):
-            part = _part(value, tensor)
+            part = part_of(value, tensor)
             tensor.copy_(part if spec.kind == "buffer" else tensor + share * (part - tensor))
 
     def staged(self, tensors: list[Tensor]) -> list[Tensor]:
         return tensors
 
 
-def _part(whole: Tensor, tensor: Tensor) -> Tensor:
+def part_of(whole: Tensor, tensor: Tensor) -> Tensor:
     """The part of ``whole``, in its number type, that this rank holds of ``tensor``."""
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else whole
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -13,14 +13,16 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from gradientmail_torch.algorithms.layout import travelling
+from gradientmail_torch.algorithms.layout import tensors_of, travelling
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
-from gradientmail_torch.errors import ConfigError
+from gradientmail_torch.errors import RunMismatch
 from gradientmail_torch.lightning.data import Lead, lead_ranks
+from gradientmail_torch.lightning.parameters import part_of, reshard
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.patterns.synchronization import Invocation, SynchronizationNode
-from gradientmail_torch.session import align
+from gradientmail_torch.session.run import Run
 
 
 @contextlib.contextmanager
@@ -40,17 +42,15 @@ def run_parameters(
 
     Commits go on while nodes come here one after the other, so the first of them publishes what it has aligned to,
     once under ``name``, and all load that: one upload of the model, and a download for each node. The node's own
-    parameters are put back at the end. Not for sharded modules.
+    parameters are put back at the end. Raises :class:`RunMismatch` when the mailbox holds no run, or that of another model.
     """
+    reshard(module)
     own = {part: tensor.detach().clone() for part, tensor in travelling(module).items()}
-    if any(hasattr(tensor, "to_local") for tensor in own.values()):
-        raise ConfigError("parameters that are sharded over ranks cannot be shared while training goes on: evaluate at the end of fit")
     with tempfile.TemporaryDirectory(prefix="gradientmail-") as folder, torch.no_grad():
 
         def publish(data: dict[str, Any], invocation: Invocation) -> BinaryIO:
-            align(module, mailbox=mailbox, clock=clock)
             path = os.path.join(folder, "published")
-            save_file({part: tensor.detach().cpu().contiguous().clone() for part, tensor in travelling(module).items()}, path)
+            save_file(_committed(mailbox, module), path)
             return open(path, "rb")
 
         def fetch() -> str:
@@ -70,7 +70,22 @@ def run_parameters(
             _write(module, own)
 
 
+def _committed(mailbox: Mailbox, module: LightningModule) -> dict[str, Tensor]:
+    run = Run.open(mailbox)
+    if run is None:
+        raise RunMismatch(f"{mailbox!r} holds no run: mid-training evaluations need a GradientMail strategy or callback")
+    tensors_of(module, run.layout)  # refuses another model
+    found = {}
+    for fragment, specs in enumerate(run.layout):
+        _, values = run.newest(fragment)
+        found.update({spec.name: value.contiguous() for spec, value in zip(specs, values, strict=True)})
+    return found
+
+
 def _write(module: LightningModule, values: dict[str, Tensor]) -> None:
+    """Called on every rank: what is sharded takes its part from rank 0."""
+    reshard(module)
     with torch.no_grad():
         for part, tensor in travelling(module).items():
-            tensor.copy_(values[part])
+            value = values[part]
+            tensor.copy_(value if isinstance(value, DTensor) else part_of(value.to(tensor.device), tensor))

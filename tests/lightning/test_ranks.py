@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Tiny, digest
+from tiny import Tiny, digest, numbers
 
 from gradientmail_torch import align
 
@@ -118,6 +118,18 @@ def test_local_parameters_are_put_back_also_after_an_exception(reports: Reports,
     before, scored, after = both[0]["seen"]
     assert before == after
     assert before != scored
+
+
+@either
+def test_both_ranks_score_the_runs_parameters_together(reports: Reports, launched: tuple[Path, str], kind: str) -> None:
+    zero, _ = both = reports(f"{kind}_evaluated")
+    assert same(both, "scored", "put back", "end", "final")
+    assert zero["put back"] == [True, True]
+    model = Tiny()
+    align(model, mailbox=launched[0] / f"{kind}_evaluated")
+    with torch.no_grad():
+        losses = [float(model.loss(batch)) for batch in numbers(shuffle=False)]
+    assert zero["end"] == {"val_loss": pytest.approx(sum(losses) / len(losses))}
 
 
 @either

@@ -23,7 +23,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gradientmail_torch import DiLoCo, GradientMailDDPStrategy, GradientMailFSDP2Strategy, Session
-from gradientmail_torch.callbacks import AlignOnValidation, DoneBarrier, EpochBarrier, GradientMailCallback, StartBarrier
+from gradientmail_torch.callbacks import (
+    AlignOnValidation,
+    DistributedEvaluation,
+    DoneBarrier,
+    EpochBarrier,
+    GradientMailCallback,
+    StartBarrier,
+)
 from gradientmail_torch.clock import SYSTEM_CLOCK
 from gradientmail_torch.errors import GradientMailError
 from gradientmail_torch.lightning.parameters import reshard
@@ -173,6 +180,39 @@ class Watches(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seen[-1].append(digest(pl_module))
+
+
+@both
+def evaluated(kind: type, mailbox: Path) -> Report:
+    """The run's parameters, scored at the end of each epoch and at the end of fit by both ranks together."""
+    callback = DistributedEvaluation(every_n_epochs=1, pieces=3, poll_interval=0.05)
+    watch = Scored()
+    report = fit(node(kind, mailbox), MODELS[kind](), max_epochs=2, limit_val_batches=0, callbacks=[Before(watch), callback, watch])
+    return {**report, "scored": watch.scored, "put back": watch.put_back, "end": callback.metrics}
+
+
+class Scored(Callback):
+    """What an evaluation at the end of an epoch has found, and whether the node's own parameters are back."""
+
+    def __init__(self) -> None:
+        self.before = ""
+        self.scored: list[float] = []
+        self.put_back: list[bool] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.scored.append(float(trainer.callback_metrics["run_val_loss"]))
+        self.put_back.append(digest(pl_module) == self.before)
+
+
+class Before(Callback):
+    """Comes before the evaluation, and tells ``watch`` of the parameters."""
+
+    def __init__(self, watch: Scored) -> None:
+        self._watch = watch
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        reshard(pl_module)
+        self._watch.before = digest(pl_module)
 
 
 @both
