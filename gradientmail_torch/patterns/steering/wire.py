@@ -34,7 +34,8 @@ Fetch = Callable[[dict[str, Any]], Any]
 _TASK_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PICKLE_REFUSED = (
     "this queue does not take pickled values, which can run any code on the machine that reads them. Use "
-    "serialization_method='json'; or, where everyone who can write to the queue is trusted, 'pickle' on both sides"
+    "serialization_method='json'; or a mailbox that is signed with a run key, so that only its holders can write; or, where "
+    "everyone who can write to the queue is trusted, 'pickle' on both sides"
 )
 
 

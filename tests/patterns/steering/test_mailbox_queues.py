@@ -34,7 +34,7 @@ from steering_tasks import (
 from gradientmail_torch.clock import SYSTEM_CLOCK
 from gradientmail_torch.errors import ConfigError, KillSignal, MailboxUnavailable, NoTaskServer, WorkFenced
 from gradientmail_torch.keys import TaskKeys
-from gradientmail_torch.mailbox import CountingMailbox, Mailbox, RetryingMailbox, open_mailbox
+from gradientmail_torch.mailbox import CountingMailbox, Mailbox, RetryingMailbox, SignedMailbox, open_mailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.patterns.steering import BaseThinker, MailboxQueues, MailboxTaskServer, Result, ServerInfo, agent, result_processor
 from gradientmail_torch.patterns.steering.methods import execute
@@ -77,6 +77,12 @@ def node(stack: ExitStack, serve: Callable[..., Any]) -> Node:
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     return str(tmp_path / "mailbox")
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.s3)])
+def shared_url(request: pytest.FixtureRequest, folder: str) -> str:
+    """A mailbox that processes share."""
+    return str(request.getfixturevalue("s3_url")) if request.param == "s3" else folder
 
 
 def results_of(queues: MailboxQueues, count: int, topic: str = "default") -> list[Result]:
@@ -172,6 +178,7 @@ def test_pickle_over_a_mailbox_is_a_choice_of_both_sides(mailbox: MemoryMailbox,
     refused = trusting.get_result(timeout=30)
     assert refused.success is False
     assert "does not take pickled values" in refused.failure_info.exception
+    assert "signed with a run key" in refused.failure_info.exception
 
 
 def test_pickle_works_where_both_sides_have_chosen_it(mailbox: MemoryMailbox, node: Node) -> None:
@@ -179,6 +186,14 @@ def test_pickle_works_where_both_sides_have_chosen_it(mailbox: MemoryMailbox, no
     node(queues, isolation="thread")
     queues.send_inputs({1, 2}, method="same")
     assert queues.get_result(timeout=30).value == {1, 2}
+
+
+def test_in_a_signed_run_pickle_is_the_choice_of_the_sender_alone(mailbox: MemoryMailbox, node: Node) -> None:
+    signed = CountingMailbox(SignedMailbox(mailbox, "the key of this run"))
+    node(MailboxQueues(signed, **QUICK), isolation="thread")
+    sender = MailboxQueues(signed, serialization_method="pickle", **QUICK)
+    sender.send_inputs({1, 2}, method="same")
+    assert sender.get_result(timeout=30).value == {1, 2}
 
 
 def test_a_thousand_sends_need_no_reader_and_do_not_slow_the_next_claim(mailbox: MemoryMailbox) -> None:
@@ -277,8 +292,8 @@ def test_a_child_that_is_killed_is_a_result_and_its_node_goes_on(folder: str, no
     assert results["f"].value == 1
 
 
-def test_a_node_that_is_killed_has_its_task_taken_over_and_there_is_one_result(folder: str, node: Node, tmp_path: Path) -> None:
-    queues = MailboxQueues(folder, **QUICK)
+def test_a_node_that_is_killed_has_its_task_taken_over_and_there_is_one_result(shared_url: str, node: Node, tmp_path: Path) -> None:
+    queues = MailboxQueues(shared_url, **QUICK)
     first = node(queues, "first")
     task_id = queues.send_inputs(str(tmp_path / "go"), str(tmp_path / "began"), method="wait_for")
     until((tmp_path / "began").exists)
@@ -290,7 +305,7 @@ def test_a_node_that_is_killed_has_its_task_taken_over_and_there_is_one_result(f
     result = queues.get_result(timeout=60)
     assert (result.task_id, result.success, result.worker_info.server, result.worker_info.attempt) == (task_id, True, "second", 2)
     assert not runs(child)
-    assert len(objects(folder, "results/")) == 1
+    assert len(objects(shared_url, "results/")) == 1
     with pytest.raises(TimeoutError):
         queues.get_result(timeout=0.1)
 

@@ -15,7 +15,7 @@ from gradientmail_torch import messages
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, CorruptObject, InvalidName, MailboxUnavailable
 from gradientmail_torch.keys import ResultKey, TaskKeys, decode_name, last_segment, parse_request, parse_result
-from gradientmail_torch.mailbox import Mailbox, RetryingMailbox, open_mailbox
+from gradientmail_torch.mailbox import Mailbox, RetryingMailbox, is_signed, open_mailbox
 from gradientmail_torch.messages import MAX_RECORD_BYTES
 from gradientmail_torch.patterns.heartbeat import Attentive, Observation
 from gradientmail_torch.patterns.leased_work import LeasedWork, Outcome
@@ -39,8 +39,9 @@ class MailboxQueues(TaskQueues):
         mailbox: a mailbox, or its URL. To start a server in another process it must be the URL.
         topics: labels that keep the results of different agents apart.
         name: of the campaign; Thinker and servers give the same.
-        serialization_method: ``json``, with tensors and arrays as safetensors. ``pickle`` lets everyone who can write
-            to the mailbox run code on every machine of the campaign: choose it knowingly, on both sides.
+        serialization_method: of what this side sends: ``json``, with tensors and arrays as safetensors, or ``pickle``.
+            Who reads a pickled value runs any code that its writer put into it. So it is read in a signed run, where
+            only who has the run's key can write, and else where this side has chosen ``pickle`` itself, knowingly.
         poll_interval: seconds between two looks for tasks, or results.
         lease: seconds of silence after which a server is taken to be dead.
         max_attempts: servers that may die on a task before it counts as failed.
@@ -91,7 +92,9 @@ class MailboxQueues(TaskQueues):
         self._attentive = Attentive(self._mailbox, lease=self._lease, clock=self.clock)
         self._patient = RetryingMailbox(self._attentive, patience_s=self._outage_timeout, clock=self.clock, rng=self._rng)
         where = self._attentive if self.role is QueueRole.SERVER else self._patient
-        self._store = TaskStore(where, self._keys, **self._sizes, allow_pickle=self.serialization_method == "pickle")
+        self._store = TaskStore(
+            where, self._keys, **self._sizes, allow_pickle=self.serialization_method == "pickle" or is_signed(self._mailbox)
+        )
         self._items: dict[str, str] = {}  # by task ID: asked for, last result not taken yet
         self._requests: dict[str, str] = {}  # key of the request by task ID, until it is acknowledged
         self._parts: dict[str, list[str]] = {}  # keys of intermediate results that were taken, by task ID
