@@ -19,6 +19,8 @@ from gradientmail_torch.cli.formats import count, dollars, duration, size
 from gradientmail_torch.cli.prices import PriceTable, Use
 from gradientmail_torch.cli.tables import add, table
 from gradientmail_torch.errors import ConfigError
+from gradientmail_torch.session.lease import Observer
+from gradientmail_torch.session.patience import PATIENCE
 
 BYTES_PER_PARAMETER = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 2 / 256, "int4": 0.5 + 2 / 128, "e3m0": 0.5 + 2 / 128, "sparse": 114 / 4096}
 """By wire format; a block of small numbers has a scale of two bytes."""
@@ -155,10 +157,16 @@ def _use_per_hour(nodes: int, fragments: int, cycle_s: float, round_s: float, up
     parts = up / PART_BYTES * cycles
     return Use(
         writes=3600 / BEAT_S * 2 + looks + cycles * fragments * (2 + 4 / nodes) + parts,
-        reads=3600 / BEAT_S * (1 + nodes) + cycles * fragments * (4 + min(round_s, cycle_s) / POLL_S),
+        reads=3600 / BEAT_S * (1 + min(nodes, Observer.WATCHED)) + cycles * fragments * (4 + _looks(min(round_s, cycle_s))),
         bytes_up=up * cycles,
         bytes_down=down * cycles,
     )
+
+
+def _looks(seconds: float) -> float:
+    """How often a node asks for something that comes after so many seconds; see :class:`Wait`."""
+    looks, at_first = seconds / POLL_S, 1 / PATIENCE
+    return looks if looks <= at_first else at_first * (1 + math.log(looks / at_first))
 
 
 def fragments_for(parameters: float) -> int:

@@ -72,7 +72,7 @@ class Engine:
             encoded=lambda: self.wake("aligner"),
             unsound=self._attend,
         )
-        self.aligner = Aligner(run, replica, pace=pace, prepared=self._attend, advanced=self._advanced)
+        self.aligner = Aligner(run, replica, clock=clock, pace=pace, prepared=self._attend, advanced=self._advanced)
         self.whole_writer = WholeWriter(
             run, replica, uplink=lambda: self.publisher.uplink, poll_interval=settings.longest_look, clock=clock
         )

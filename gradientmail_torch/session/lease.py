@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -185,7 +186,11 @@ class Heartbeat:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+UNREAD = Beat(count=0, state="training")
+"""Stands for the beat of a life that is listed and has not been read yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """Another life as last observed."""
 
@@ -212,7 +217,10 @@ class Observer:
     those that have contributed to the round before).
     """
 
-    WATCHED = 64
+    WATCHED = 16
+    """A beat interval's reads: a fifth of what a node pays for its requests at default settings."""
+    LISTED_EVERY = 8
+    """With more learners than that, new ones are looked for at every so many observations, or once in a turn."""
     STILL_CHECK_EVERY = 5
     """Lives that have been found dead are read only at every so many observations."""
     MOST_LISTED = 500
@@ -227,13 +235,23 @@ class Observer:
         self._seen: dict[keys.Life, _Sighting] = {}
         self._ended: set[keys.Life] = set()
         self._unreadable: set[keys.Life] = set()
+        self._listed: set[keys.Life] = set()
         self._observations = 0
+        self.versions: list[int] = []
+        """The newest version of each fragment that any beat has named."""
         self.sampled = False
         """Whether there are more learners than can be watched at once."""
 
     def observe(self) -> dict[str, Peer]:
-        """The newest life of each learner ID that has not ended, as far as it has been seen."""
-        listed = self._list_lives()
+        """The newest life of each learner ID that has not ended.
+
+        Those whose turn to be read has not come yet are taken to be alive, or a newcomer to a large run would think
+        itself among few, and merge what is others' to merge.
+        """
+        turns = -(-len(self._listed) // self.WATCHED)
+        if not self.sampled or self._observations % min(turns, self.LISTED_EVERY) == 0:
+            self._listed = self._list_lives()
+        listed = self._listed
         self._observations += 1
         if self._observations % self.STILL_CHECK_EVERY == 0:
             self._unreadable.clear()
@@ -243,7 +261,11 @@ class Observer:
         self._forget_all_but(listed)
         if len(listed) > self.MOST_LISTED:
             self._remove_the_gone(len(listed) - self.MOST_LISTED)
-        return {life.learner_id: self._peer(life) for life in _newest(self._seen) if life not in self._ended}
+        peers = {life.learner_id: self._peer(life) for life in _newest(self._seen) if life not in self._ended}
+        if self.sampled:
+            unread = listed - self._seen.keys() - self._ended - self._unreadable
+            peers |= {life.learner_id: Peer(*life, UNREAD, live=True) for life in _newest(listed) if life in unread}
+        return peers
 
     def _list_lives(self) -> set[keys.Life]:
         found = set()
@@ -299,6 +321,7 @@ class Observer:
             self._ended.add(life)
         if known is None or (known.beat.count, known.beat.state) != (beat.count, beat.state):
             self._seen[life] = _Sighting(beat, now, now)
+            self.versions = [max(pair) for pair in zip_longest(self.versions, beat.versions, fillvalue=0)]
         else:
             known.read_at = now
 
@@ -307,7 +330,7 @@ class Observer:
 
     def _peer(self, life: keys.Life) -> Peer:
         sighting = self._seen[life]
-        return Peer(learner_id=life.learner_id, generation=life.generation, beat=sighting.beat, live=self._lives(sighting))
+        return Peer(*life, sighting.beat, live=self._lives(sighting))
 
 
 def _newest(lives: Iterable[keys.Life]) -> list[keys.Life]:

@@ -81,8 +81,9 @@ class Membership:
         )
 
     def version_hint(self, fragment: int) -> int:
-        """The newest version of a fragment that any beat names."""
-        return max((peer.beat.versions[fragment] for peer in self.peers.values() if len(peer.beat.versions) > fragment), default=0)
+        """The newest version of a fragment that any beat has named."""
+        versions = self._observer.versions
+        return versions[fragment] if fragment < len(versions) else 0
 
     def _beat(self, count: int) -> Beat:
         waiting = self.state in ("joining", "training") and is_waiting(repr(self._mailbox), self.life.learner_id)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import DecoupledDiLoCo
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.mailbox.memory import MemoryMailbox
+from gradientmail_torch.session.aligner import ASKED_AT_EACH_LOOK
 from gradientmail_torch.testing.faults import Interposed
 
 FP32 = DecoupledDiLoCo(sync_every=1000, fragments=1, wire="fp32", commit_wire="fp32", grace=0.0)
@@ -187,3 +191,30 @@ def test_a_commit_read_after_a_newer_one_changes_nothing(world: Any) -> None:
     a.boundary()
     assert a.fragment.version == 2
     assert a.w == [2.0, 2.0]
+
+
+class Many(nn.Module):
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(2) for _ in range(parameters))
+
+
+@pytest.mark.parametrize(("fragments", "most"), [(ASKED_AT_EACH_LOOK, 301), (ASKED_AT_EACH_LOOK + 1, 50)])
+def test_commits_that_are_long_in_coming_are_asked_for_less_often_where_they_are_many(
+    world: Any, log: Log, fragments: int, most: int
+) -> None:
+    algorithm = dataclasses.replace(FP32, fragments=fragments)
+    a = world.node("a", algorithm, mailbox=log, model=Many(fragments))
+    a.session.count(8)
+    for fragment in a.session._replica.fragments:
+        a.session._replica.contribute(fragment, f"{fragment.index:032x}")
+    a.tick("publisher", "aligner")
+    log.requests.clear()
+    for _ in range(300):
+        a.clock.advance(1.0)
+        a.tick("aligner")
+    asked = log.requests.count(f"get {keys.commit(0, 1)}")
+    assert 0.6 * most < asked < most
+    a.fragment.hint = 1
+    a.tick("aligner")
+    assert log.requests.count(f"get {keys.commit(0, 1)}") == asked + 1, "at once when it is heard of"

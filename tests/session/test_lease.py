@@ -11,6 +11,7 @@ import pytest
 
 from gradientmail_torch import keys
 from gradientmail_torch.errors import LearnerFenced, LearnerIdInUse, MailboxUnavailable
+from gradientmail_torch.mailbox import CountingMailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import MAX_COUNT, Beat, Earlier, LearnerState, LifeRecord, encode, read
 from gradientmail_torch.session.lease import Heartbeat, Observer, inherit, machine, process_ended, take_generation
@@ -360,8 +361,6 @@ def test_an_outage_in_the_middle_of_a_look_is_a_gap_as_well(watch: Watch) -> Non
 
 
 def test_an_observation_costs_one_listing_and_a_read_for_each_that_may_live(watch: Watch, mailbox: MemoryMailbox) -> None:
-    from gradientmail_torch.mailbox import CountingMailbox
-
     counting = CountingMailbox(mailbox)
     observer = Observer(counting, lease=30.0, clock=watch.clock)
     for number in range(10):
@@ -371,3 +370,39 @@ def test_an_observation_costs_one_listing_and_a_read_for_each_that_may_live(watc
     observer.observe()
     assert counting.usage.requests["get"] - before == 6
     assert counting.usage.requests["list"] == 2
+
+
+# --- watching very many --------------------------------------------------------------------------------
+
+MANY = [f"node-{number:02}" for number in range(40)]
+
+
+def test_of_very_many_some_are_read_at_a_time_and_all_are_taken_to_be_alive_until_then(watch: Watch, mailbox: MemoryMailbox) -> None:
+    for learner_id in MANY:
+        beat(mailbox, learner_id, 1)
+    watch.observer = Observer(counting := CountingMailbox(mailbox), lease=30.0, clock=watch.clock)
+    peers = watch.observer.observe()
+    assert watch.observer.sampled
+    assert sorted(peers) == MANY
+    assert all(peer.live and peer.beat.state == "training" for peer in peers.values())
+    for _ in range(6):
+        watch.observer.observe()
+    assert counting.usage.requests["get"] == 7 * Observer.WATCHED
+    assert counting.usage.requests["list"] == 3, "once in a turn"
+
+
+def test_of_very_many_the_newcomer_is_seen_within_a_turn_and_the_dead_within_two(watch: Watch, mailbox: MemoryMailbox) -> None:
+    for learner_id in MANY:
+        beat(mailbox, learner_id, 1)
+    living = MANY[:-1]
+    watch.pass_s(30.0, *living)
+    found = watch.pass_s(60.0, *living, "newcomer")
+    assert found.pop("newcomer")
+    assert [learner_id for learner_id, lives in found.items() if not lives] == [MANY[-1]]
+
+
+def test_what_beats_say_of_versions_is_kept_by_fragment(watch: Watch, mailbox: MemoryMailbox) -> None:
+    for learner_id, versions in {"a": (3, 1), "b": (2, 5), "c": ()}.items():
+        mailbox.put(keys.beat(learner_id, 1), encode(Beat(count=1, state="training", versions=versions)))
+    watch.observer.observe()
+    assert watch.observer.versions == [3, 5]
