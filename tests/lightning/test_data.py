@@ -34,7 +34,7 @@ def load(item: list[int]) -> Iterator[int]:
     yield from range(*item)
 
 
-def queue(box: Path, learner_id: str = "node-0", **options: Any) -> SharedQueue:
+def queue(box: Path | str, learner_id: str = "node-0", **options: Any) -> SharedQueue:
     """Six items of five samples: the numbers below 30."""
     found = SharedQueue("train-0", box, learner_id, **{"poll_interval": 0.05, **options})
     found.fill([[start, start + 5] for start in range(0, 30, 5)])
@@ -99,8 +99,8 @@ def test_workers_of_a_plain_data_loader_are_refused_with_the_cure(tmp_path: Path
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_loader_gives_every_sample_once_in_batches_of_its_item(workers: int, tmp_path: Path) -> None:
-    shards = queue(tmp_path)
+def test_a_loader_gives_every_sample_once_in_batches_of_its_item(workers: int, mailbox_url: str) -> None:
+    shards = queue(mailbox_url)
     batches = [batch.tolist() for batch in SharedQueueDataset(shards, load).loader(2, num_workers=workers)]
     assert batches == [batch for start in range(0, 30, 5) for batch in ([start, start + 1], [start + 2, start + 3], [start + 4])]
     assert shards.progress() == Progress(done=6, claimed=0, left=0, failed=0)
@@ -123,11 +123,11 @@ def test_what_is_not_done_goes_back_when_the_loop_is_left(workers: int, tmp_path
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_items_of_a_node_that_is_gone_are_loaded_too(workers: int, tmp_path: Path) -> None:
-    gone = queue(tmp_path, "gone").open()
+def test_the_items_of_a_node_that_is_gone_are_loaded_too(workers: int, mailbox_url: str) -> None:
+    gone = queue(mailbox_url, "gone").open()
     held = gone.take()
     assert held is not None
-    shards = queue(tmp_path)
+    shards = queue(mailbox_url)
     loop = iter(SharedQueueDataset(shards, load).loader(5, num_workers=workers))
     seen = [next(loop).tolist() for _ in range(5)]
     gone.close()
@@ -185,14 +185,14 @@ def trainer(**options: Any) -> Trainer:
     )  # fmt: skip
 
 
-def data(box: Path, learner_id: str | None = "node-0", **options: Any) -> Ranges:
+def data(box: Path | str, learner_id: str | None = "node-0", **options: Any) -> Ranges:
     return Ranges(**{"batch_size": 2, "mailbox": str(box), "learner_id": learner_id, "poll_interval": 0.05, **options})
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_epoch_hands_every_item_out_once(workers: int, tmp_path: Path) -> None:
+def test_each_epoch_hands_every_item_out_once(workers: int, mailbox_url: str) -> None:
     model = Module()
-    trainer(max_epochs=2).fit(model, datamodule=data(tmp_path, seed=3, num_workers=workers))
+    trainer(max_epochs=2).fit(model, datamodule=data(mailbox_url, seed=3, num_workers=workers))
     first, second = model.seen[:30], model.seen[30:]
     assert sorted(first) == sorted(second) == list(range(30))
     assert first != second != list(range(30))

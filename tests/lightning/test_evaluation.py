@@ -65,7 +65,7 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def evaluate(box: Path, learner_id: str = "node-0", module: LightningModule | None = None, **options: Any) -> dict[str, float]:
+def evaluate(box: Path | str, learner_id: str = "node-0", module: LightningModule | None = None, **options: Any) -> dict[str, float]:
     loader = DataLoader(labelled(), options.pop("batch_size", 8), collate_fn=None)
     return evaluate_together(
         module or Classifier(), loader, **{"name": "final", "mailbox": str(box), "learner_id": learner_id, **QUICK, **options}
@@ -107,9 +107,9 @@ def test_the_numbers_are_those_of_the_whole_data(tmp_path: Path) -> None:
     assert [found[f"confusion_{place}"] for place in range(9)] == confusion
 
 
-def test_many_nodes_get_the_same_numbers_as_one_to_the_last_bit(tmp_path: Path) -> None:
+def test_many_nodes_get_the_same_numbers_as_one_to_the_last_bit(mailbox_url: str, tmp_path: Path) -> None:
     alone = evaluate(tmp_path / "alone")
-    together = at_once(*(lambda name=f"node-{number}": evaluate(tmp_path / "together", name) for number in range(4)))
+    together = at_once(*(lambda name=f"node-{number}": evaluate(mailbox_url, name) for number in range(4)))
     assert together == [alone] * 4
 
 
@@ -136,12 +136,12 @@ class Dies(Classifier):
         super().validation_step(batch, batch_idx)
 
 
-def test_the_piece_of_a_node_that_ends_in_the_middle_goes_to_the_others(tmp_path: Path) -> None:
+def test_the_piece_of_a_node_that_ends_in_the_middle_goes_to_the_others(mailbox_url: str, tmp_path: Path) -> None:
     alone = evaluate(tmp_path / "alone", pieces=8)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(tmp_path / "together", "mortal", Dies(), pieces=8)
-    assert evaluate(tmp_path / "together", "heir", pieces=8) == alone
-    owners = [outcome.owner.rpartition("-")[0] for outcome in SharedQueue("evaluation final", tmp_path / "together", "reader").outcomes()]
+        evaluate(mailbox_url, "mortal", Dies(), pieces=8)
+    assert evaluate(mailbox_url, "heir", pieces=8) == alone
+    owners = [outcome.owner.rpartition("-")[0] for outcome in SharedQueue("evaluation final", mailbox_url, "reader").outcomes()]
     assert owners == ["mortal"] + ["heir"] * 7
 
 

@@ -178,7 +178,9 @@ def test_an_item_that_kills_its_nodes_is_given_up(node: Node) -> None:
         assert next(loop).attempt == number
         held.append(loop)
     queue = node("last", max_attempts=2)
+    assert queue.progress() == Progress(done=0, claimed=1, left=0, failed=0)
     assert list(queue) == []
+    assert queue.progress() == Progress(done=0, claimed=0, left=0, failed=1)
     assert "2 tries came to nothing" in queue.failures()[0]
     for loop in held:
         loop.close()
