@@ -6,14 +6,14 @@ feedback cost no measurable loss as long as they are summed in fp32 (arXiv 2501.
 ``sparse`` keeps the 64 largest of 4,096 and sends their places in 12 bits each (the blocks of SparseLoCo, arXiv
 2508.15706). It lives by error feedback: what is left out must be offered again with the next contribution.
 
-======== ===== ======================================================================== ===========
-format   block levels of a magnitude, relative to the scale                             bits/number
-======== ===== ======================================================================== ===========
-``int8``   256 0, 1/127, …, 1                                                               8.06
-``int4``   128 0, 1/7, …, 1                                                                 4.13
-``e3m0``   128 0, 2⁻⁶, 2⁻⁵, …, 1 (one sign bit, three exponent bits, no mantissa)           4.13
-``sparse`` 4096 2/3, 1 for the 64 largest, 0 for all others                                 0.22
-======== ===== ======================================================================== ===========
+========== ===== ======================================================================== ===========
+format     block levels of a magnitude, relative to the scale                             bits/number
+========== ===== ======================================================================== ===========
+``int8``     256 0, 1/127, …, 1                                                               8.06
+``int4``     128 0, 1/7, …, 1                                                                 4.13
+``e3m0``     128 0, 2⁻⁶, 2⁻⁵, …, 1 (one sign bit, three exponent bits, no mantissa)           4.13
+``sparse``  4096 2/3, 1 for the 64 largest, 0 for all others                                  0.22
+========== ===== ======================================================================== ===========
 """
 
 from __future__ import annotations
