@@ -35,6 +35,13 @@ def main() -> None:
     one.add_argument("seed", type=int)
     micro = commands.add_parser("micro", help="parts by themselves")
     micro.add_argument("names", nargs="*", help="all unless given: merging, formats, transfer, step, start")
+    scale = commands.add_parser("scale", help="cost and speed by number of nodes, on a simulated cluster; then docs/scale.md")
+    scale.add_argument("--nodes", type=int, nargs="*", default=[4, 16, 64], help="up to 1,024; none only writes the document")
+    scale.add_argument("--latencies", type=float, nargs="+", default=[0.02, 0.2], help="of the store, seconds")
+    scale.add_argument("--links", nargs="+", default=["100mbit", "1gbit", "10gbit"], choices=["100mbit", "1gbit", "10gbit"])
+    scale.add_argument("--cycles", type=float, default=2.0, help="that are counted")
+    scale.add_argument("--label", default="now", help="of the rows")
+    scale.add_argument("--again", action="store_true", help="also what has been run")
     commands.add_parser("gpu", help="what holds on a CUDA device")
     options = parser.parse_args()
     match options.command:
@@ -71,6 +78,13 @@ def main() -> None:
             from benchmarks import micro
 
             print(json.dumps(micro.run(options.names), indent=1))
+        case "scale":
+            from benchmarks import scale as scales
+            from benchmarks import scale_report
+
+            wanted = scales.points(options.nodes, options.latencies, options.links, options.cycles)
+            scales.run_all(wanted, label=options.label, again=options.again)
+            scale_report.write()
         case "gpu":
             from benchmarks import gpu_checks
 

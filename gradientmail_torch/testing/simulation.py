@@ -75,9 +75,17 @@ class SimulatedCluster:
         seed: decides everything that is not the program's.
         conditions: of network and machines; by default nothing is lost.
         log_events: how many of the newest events :attr:`log` keeps; all by default.
+        kernel: what runs the threads of the processes.
     """
 
-    def __init__(self, seed: int, *, conditions: Conditions | None = None, log_events: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        conditions: Conditions | None = None,
+        log_events: int | None = None,
+        kernel: Callable[..., Kernel] = Kernel,
+    ) -> None:
         self.seed = seed
         self.conditions = conditions or Conditions()
         self.store = MemoryMailbox(f"simulated-{seed}")
@@ -87,7 +95,7 @@ class SimulatedCluster:
         """Requests that have taken effect."""
         self.processes: list[Process] = []
         self._observers: list[Callable[[Event], object]] = []
-        self._kernel = Kernel(
+        self._kernel = kernel(
             self.rng("schedule"),
             jitter_s=self.conditions.jitter_s,
             hiccup_share=self.conditions.hiccup_share,
