@@ -38,7 +38,7 @@ CAUGHT = {
     "no_merge_timeout": (4, Invariant.ENDS),
     "commits_overwrite": (1, Invariant.ONE_COMMIT),
     "clips_plain_norms": (3, Invariant.REPLAY),
-    "no_empty_commit": (1152, Invariant.ENDS),
+    "no_empty_commit": (3557, Invariant.ENDS),
     "no_read_back": (8, Invariant.ENDS),
     "merges_twice": (0, Invariant.REPLAY),
     "drops_carried_progress": (0, Invariant.BOOKS),
