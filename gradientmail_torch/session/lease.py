@@ -213,12 +213,14 @@ class Observer:
     """Watches the beats of all learners, at most ``WATCHED`` of them at each observation.
 
     In a larger run they take turns, so that what a node spends on watching does not grow with the run; a death is
-    then noticed later, and until it is, rounds do without the dead for another reason (:meth:`Syncer` expects only
-    those that have contributed to the round before).
+    then noticed later. With more than ``EXPECTED``, rounds do without the dead for another reason until it is
+    (:meth:`Syncer` expects only those that have contributed to the round before).
     """
 
     WATCHED = 16
     """A beat interval's reads: a fifth of what a node pays for its requests at default settings."""
+    EXPECTED = 64
+    """Of more, a death is noticed too late for a round to wait for all who seem to live."""
     LISTED_EVERY = 8
     """With more learners than that, new ones are looked for at every so many observations, or once in a turn."""
     STILL_CHECK_EVERY = 5
@@ -240,7 +242,8 @@ class Observer:
         self.versions: list[int] = []
         """The newest version of each fragment that any beat has named."""
         self.sampled = False
-        """Whether there are more learners than can be watched at once."""
+        """Whether there are so many learners that a death is noticed late."""
+        self._by_turns = False
 
     def observe(self) -> dict[str, Peer]:
         """The newest life of each learner ID that has not ended.
@@ -249,7 +252,7 @@ class Observer:
         itself among few, and merge what is others' to merge.
         """
         turns = -(-len(self._listed) // self.WATCHED)
-        if not self.sampled or self._observations % min(turns, self.LISTED_EVERY) == 0:
+        if not self._by_turns or self._observations % min(turns, self.LISTED_EVERY) == 0:
             self._listed = self._list_lives()
         listed = self._listed
         self._observations += 1
@@ -262,7 +265,7 @@ class Observer:
         if len(listed) > self.MOST_LISTED:
             self._remove_the_gone(len(listed) - self.MOST_LISTED)
         peers = {life.learner_id: self._peer(life) for life in _newest(self._seen) if life not in self._ended}
-        if self.sampled:
+        if self._by_turns:
             unread = listed - self._seen.keys() - self._ended - self._unreadable
             peers |= {life.learner_id: Peer(*life, UNREAD, live=True) for life in _newest(listed) if life in unread}
         return peers
@@ -291,7 +294,7 @@ class Observer:
         lives = [life for life in lives if life not in self._ended]
         still = {life for life in lives if life in self._seen and not self._lives(self._seen[life])}
         living = [life for life in lives if life not in still]
-        self.sampled = len(living) > self.WATCHED
+        self._by_turns, self.sampled = len(living) > self.WATCHED, len(living) > self.EXPECTED
         chosen = self._some_of(living)
         if self._observations % self.STILL_CHECK_EVERY == 0:
             chosen += self._some_of([life for life in lives if life in still])

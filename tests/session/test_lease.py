@@ -382,7 +382,7 @@ def test_of_very_many_some_are_read_at_a_time_and_all_are_taken_to_be_alive_unti
         beat(mailbox, learner_id, 1)
     watch.observer = Observer(counting := CountingMailbox(mailbox), lease=30.0, clock=watch.clock)
     peers = watch.observer.observe()
-    assert watch.observer.sampled
+    assert not watch.observer.sampled, "a turn is shorter than the lease"
     assert sorted(peers) == MANY
     assert all(peer.live and peer.beat.state == "training" for peer in peers.values())
     for _ in range(6):
@@ -399,6 +399,13 @@ def test_of_very_many_the_newcomer_is_seen_within_a_turn_and_the_dead_within_two
     found = watch.pass_s(60.0, *living, "newcomer")
     assert found.pop("newcomer")
     assert [learner_id for learner_id, lives in found.items() if not lives] == [MANY[-1]]
+
+
+def test_of_even_more_a_death_is_noticed_late(watch: Watch, mailbox: MemoryMailbox) -> None:
+    for number in range(Observer.EXPECTED + 1):
+        beat(mailbox, f"node-{number:02}", 1)
+    watch.observer.observe()
+    assert watch.observer.sampled
 
 
 def test_what_beats_say_of_versions_is_kept_by_fragment(watch: Watch, mailbox: MemoryMailbox) -> None:
