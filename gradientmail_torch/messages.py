@@ -208,6 +208,35 @@ class LeftOut(Record, frozen=True, kw_only=True):
         return self.reason == "missing"
 
 
+class Partial(Record, frozen=True, kw_only=True):
+    """The contributions of one group of a round, summed ahead of the merge. Created once, by one of the group."""
+
+    nonce: Nonce
+    fragment: Count
+    version: Version
+    group: Count
+    by: Name
+    generation: Count
+    method: str
+    merged: Annotated[tuple[Merged, ...], msgspec.Meta(min_length=1)]
+    """In the order in which they were summed."""
+    left_out: tuple[LeftOut, ...] = ()
+    """What the syncer is to look at itself."""
+    radii: tuple[Annotated[float, msgspec.Meta(ge=0, le=1e30)], ...]
+    """See :class:`~gradientmail_torch.algorithms.merge.Sums`."""
+    data: DataRef
+    """The sums, in fp32."""
+
+
+class SummedAhead(Record, frozen=True, kw_only=True):
+    """Contributions of a commit that were summed ahead: so many of those it names, in their order."""
+
+    contributions: Annotated[int, msgspec.Meta(ge=1)]
+    by: Name
+    data: DataRef
+    """Goes with the commit; what it held can be made again from the contributions."""
+
+
 class Commit(Record, frozen=True, kw_only=True):
     """THE value of a fragment at a version. Created once and never deleted."""
 
@@ -230,6 +259,8 @@ class Commit(Record, frozen=True, kw_only=True):
     """How the contributions were merged: ``mean`` or ``rda``."""
     merged: tuple[Merged, ...] = ()
     """In the order in which they were summed."""
+    ahead: tuple[SummedAhead, ...] = ()
+    """The first of ``merged`` came in these sums, one after the other; the syncer has read the others itself."""
     left_out: tuple[LeftOut, ...] = ()
     at: float = 0.0
     """Seconds since 1970 by the syncer's clock; for people."""

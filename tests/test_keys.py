@@ -84,6 +84,8 @@ def test_round_keys_read_back(fragment: int, version: int, learner_id: str) -> N
     assert keys.contribution(fragment, version, learner_id).startswith(keys.round_prefix(fragment, version))
     assert keys.round_prefix(fragment, version).startswith(keys.round_prefix(fragment))
     assert keys.claim(fragment, version, 7).startswith(keys.claim_prefix(fragment, version))
+    assert keys.parse_round(keys.partial(fragment, version, 7)) == (fragment, version, "000007")
+    assert keys.partial(fragment, version, 7).startswith(keys.partial_prefix(fragment, version))
     assert keys.commit(fragment, version).startswith(keys.commit_prefix(fragment))
 
 

@@ -24,6 +24,7 @@ from gradientmail_torch.messages import (
     LifeRecord,
     Manifest,
     Merged,
+    Partial,
     Record,
     TensorSpec,
     check_manifest,
@@ -61,6 +62,18 @@ RECORDS: list[Record] = [
         method="rda",
         merged=(Merged(nonce=NONCE, learner_id="a", generation=1, steps=1, samples=2, weight=4.0, data=REF, clips={"3": 0.5}),),
         left_out=(LeftOut(nonce="", learner_id="b", reason="it is not finite"),),
+    ),
+    Partial(
+        nonce=NONCE,
+        fragment=0,
+        version=4,
+        group=1,
+        by="a",
+        generation=2,
+        method="rda",
+        merged=(Merged(nonce=NONCE, learner_id="a", generation=1, steps=1, samples=2, weight=4.0, data=REF),),
+        radii=(0.5, 0.0),
+        data=REF,
     ),
 ]
 by_kind = pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)

@@ -45,6 +45,8 @@ class Algorithm(ABC):  # noqa: B024 (a dataclass without such a base is final to
         commit_wire: number format of commits: ``fp32`` sends the whole fragment, the others what has changed.
         whole_every: with such updates, a commit in so many waits until the whole fragment is in the mailbox as well. The
             value of the others follows them, where the uplink has time for it; who joins reads the newest that is there.
+        fan_in: contributions that one learner reads for a commit. Where the commit before had more, groups of about so many
+            are summed ahead, each by one of its members, and the syncer reads the sums.
         buffers: whether buffers (BatchNorm statistics) travel.
         max_staleness: cycles of own steps on one base beyond which a warning is given.
     """
@@ -56,6 +58,7 @@ class Algorithm(ABC):  # noqa: B024 (a dataclass without such a base is final to
     wire: Wire = "bf16"
     commit_wire: CommitWire = "bf16"
     whole_every: int = 4
+    fan_in: int = 32
     buffers: bool = True
     max_staleness: int = 2
 
@@ -69,6 +72,7 @@ class Algorithm(ABC):  # noqa: B024 (a dataclass without such a base is final to
         keeps = self.adoption_rule == "rebase"
         _require(self.wire != "sparse" or keeps, "wire", "another, as only adoption='rebase' keeps what 'sparse' leaves out", self.wire)
         _require(_whole(self.whole_every, 1), "whole_every", "at least 1", self.whole_every)
+        _require(_whole(self.fan_in, 2), "fan_in", "at least 2", self.fan_in)
         _require(isinstance(self.buffers, bool), "buffers", "True or False", self.buffers)
         _require(_whole(self.max_staleness, 1), "max_staleness", "at least 1 cycle", self.max_staleness)
 
@@ -117,7 +121,7 @@ class Algorithm(ABC):  # noqa: B024 (a dataclass without such a base is final to
     def shared(self) -> dict[str, str | int | float | bool | None]:
         """The settings that all learners of a run must share, flat."""
         outer = {f"outer.{name}": getattr(self.outer, name) for name in ("lr", "momentum", "nesterov", "warmup")}
-        commits = {"commit_wire": self.commit_wire, "whole_every": self.whole_every}
+        commits = {"commit_wire": self.commit_wire, "whole_every": self.whole_every, "fan_in": self.fan_in}
         return {"name": type(self).__name__, "merge": self.merge, "buffers": self.buffers, "quorum": self.quorum, **commits, **outer}
 
 

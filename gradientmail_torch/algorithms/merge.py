@@ -2,13 +2,13 @@
 
 Source: Decoupled DiLoCo (Douillard et al. 2026, arXiv 2604.21428). All arithmetic is fp32 and streams: one
 contribution is in memory at a time, whatever their number. The order of the contributions is the order of
-summation, so a merge can be replayed bit for bit.
+summation, so a merge can be replayed bit for bit. Sums of groups may be made ahead, by several learners, and summed.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +21,8 @@ Method = Literal["mean", "rda"]
 
 CLIP_TO_MEDIANS = 3.0
 """A contribution's norm per step is shortened to this many medians, where there are three or more."""
+OUT_OF_PROPORTION = 1e6
+"""By how much more than its size, or than 1, a tensor's elements may move at a time (root mean square)."""
 RDA_FROM = 4
 """``merge="auto"`` takes RDA from this many contributions on; its measured gain is at 8 and 16 learners."""
 _VANISHED = 1e-6
@@ -50,6 +52,9 @@ def choose(rule: Literal["auto", "mean", "rda"], contributions: int) -> Method:
 def clip_factors(norms: Sequence[Sequence[float]], steps: Sequence[int]) -> list[dict[int, float]]:
     """For each contribution, the factors by tensor that bring its norm *per step* down to 3 × the median.
 
+    The median is that of the contributions which one learner reads: where groups are summed ahead, of a group's, so
+    that nobody has to read every record of a round. A group of some 32 learners has a median much like that of all.
+
     Plain norms would cut down the one full contribution beside several that were called early. A tensor that
     most have not moved at all (an expert, a branch) has no measure to go by and is left as it is.
     """
@@ -65,62 +70,124 @@ def clip_factors(norms: Sequence[Sequence[float]], steps: Sequence[int]) -> list
     return factors
 
 
-def merge(contributions: Callable[[], Iterable[Weighted]], specs: Sequence[TensorSpec], method: Method) -> list[Tensor]:
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """Contributions that have been summed, and may be summed further as one part among others.
+
+    Weights are relative to that of the first contribution, so that a single one passes unchanged.
+    """
+
+    unit: float
+    """Weight of the first contribution."""
+    total: float
+    """Sum of the weights, in units."""
+    heaviest: float
+    """The largest weight."""
+    tensors: list[Tensor]
+    """By tensor, Σ w·v, or Σ w·φ(v) where directions are merged; of integers, that of the heaviest contribution."""
+    radii: list[float]
+    """By tensor, Σ w‖v‖ where directions are merged."""
+
+
+class DirectionVanished(Exception):
+    """A mean direction vanishes, and contributions have been summed already: merge them one by one."""
+
+
+def merge(parts: Callable[[], Iterable[Weighted | Sums]], specs: Sequence[TensorSpec], method: Method) -> list[Tensor]:
     """The merged delta of each tensor (the merged value, for buffers), in fp32.
 
     RDA of vectors v with weights w is [Σ w‖v‖ / Σ w] · φ(Σ w φ(v) / Σ w), with φ(x) = x/‖x‖ and φ(0) = 0.
     Embedding tables, tensors of one element and buffers take the plain weighted mean, and so does a tensor
     whose mean direction vanishes. Integer buffers come from the heaviest contribution.
 
-    ``contributions`` gives the contributions in the order of summation, and is called a second time where a
-    direction vanishes. Of none, the merge is zero.
+    ``parts`` gives the contributions in the order of summation, and is called a second time where a direction
+    vanishes; then sums raise :class:`DirectionVanished`. Of no parts, the merge is zero.
     """
-    directional = [method == "rda" and spec.kind == "parameter" and not spec.embedding and spec.numel > 1 for spec in specs]
-    sums, radii, total = _sum(contributions(), specs, directional)
+    directional = _directional(specs, method)
+    summed = _sum(parts(), specs, directional)
+    sums, total = summed.tensors, summed.total
     if total == 0:
         return sums
     vanished = [False] * len(specs)
     for i, spec in enumerate(specs):
         if directional[i]:
             norm = vector_norm(sums[i])
-            vanished[i] = norm / total <= _VANISHED and radii[i] > 0
+            vanished[i] = norm / total <= _VANISHED and summed.radii[i] > 0
             if norm > 0:
-                sums[i].mul_(radii[i] / total / norm)
+                sums[i].mul_(summed.radii[i] / total / norm)
         elif spec.floating and total != 1.0:
             sums[i].div_(total)
     if any(vanished):
-        means, _, _ = _sum(contributions(), specs, [False] * len(specs))
+        means = _sum(_one_by_one(parts()), specs, [False] * len(specs)).tensors
         sums = [means[i].div_(total) if vanished[i] else sums[i] for i in range(len(specs))]
     return sums
 
 
-def _sum(
-    contributions: Iterable[Weighted], specs: Sequence[TensorSpec], directional: Sequence[bool]
-) -> tuple[list[Tensor], list[float], float]:
-    """Weighted sums of directions or vectors, weighted sums of norms, and the sum of weights.
+def summed(contributions: Iterable[Weighted], specs: Sequence[TensorSpec], method: Method) -> Sums:
+    """What ``contributions`` bring to a merge by ``method``."""
+    return _sum(contributions, specs, _directional(specs, method))
 
-    Weights are taken relative to the first one, so that a single contribution passes unchanged.
-    """
-    sums = [torch.zeros(spec.shape, dtype=torch.float32 if spec.floating else getattr(torch, spec.dtype)) for spec in specs]
-    radii = [0.0] * len(specs)
-    first = heaviest = total = 0.0
-    for contribution in contributions:
-        first = first or contribution.weight
-        share = contribution.weight / first
-        total += share
-        for i, tensor in enumerate(contribution.tensors):
-            scale = share * contribution.clips.get(i, 1.0)
-            if not specs[i].floating:
-                if contribution.weight > heaviest:
-                    sums[i].copy_(tensor)
-            elif directional[i]:
-                radii[i] += scale * contribution.norms[i]
-                if contribution.norms[i] > 0:
-                    sums[i].add_(tensor, alpha=share / contribution.norms[i])
-            else:
-                sums[i].add_(tensor, alpha=scale)
-        heaviest = max(heaviest, contribution.weight)
-    return sums, radii, total
+
+def combined(sums: Iterable[Sums], specs: Sequence[TensorSpec]) -> Sums:
+    """The sum of sums."""
+    return _sum(sums, specs, [False] * len(specs))
+
+
+def directions_are_merged(spec: TensorSpec, method: Method) -> bool:
+    return method == "rda" and spec.kind == "parameter" and not spec.embedding and spec.numel > 1
+
+
+def _directional(specs: Sequence[TensorSpec], method: Method) -> list[bool]:
+    return [directions_are_merged(spec, method) for spec in specs]
+
+
+def _one_by_one(parts: Iterable[Weighted | Sums]) -> Iterator[Weighted]:
+    for part in parts:
+        if isinstance(part, Sums):
+            raise DirectionVanished
+        yield part
+
+
+def _sum(parts: Iterable[Weighted | Sums], specs: Sequence[TensorSpec], directional: Sequence[bool]) -> Sums:
+    zeros = [torch.zeros(spec.shape, dtype=torch.float32 if spec.floating else getattr(torch, spec.dtype)) for spec in specs]
+    sums = Sums(unit=0.0, total=0.0, heaviest=0.0, tensors=zeros, radii=[0.0] * len(specs))
+    for part in parts:
+        if isinstance(part, Sums):
+            _add_sums(sums, part, specs)
+        else:
+            _add(sums, part, specs, directional)
+    return sums
+
+
+def _add(sums: Sums, contribution: Weighted, specs: Sequence[TensorSpec], directional: Sequence[bool]) -> None:
+    sums.unit = sums.unit or contribution.weight
+    share = contribution.weight / sums.unit
+    sums.total += share
+    for i, tensor in enumerate(contribution.tensors):
+        scale = share * contribution.clips.get(i, 1.0)
+        if not specs[i].floating:
+            if contribution.weight > sums.heaviest:
+                sums.tensors[i].copy_(tensor)
+        elif directional[i]:
+            sums.radii[i] += scale * contribution.norms[i]
+            if contribution.norms[i] > 0:
+                sums.tensors[i].add_(tensor, alpha=share / contribution.norms[i])
+        else:
+            sums.tensors[i].add_(tensor, alpha=scale)
+    sums.heaviest = max(sums.heaviest, contribution.weight)
+
+
+def _add_sums(sums: Sums, part: Sums, specs: Sequence[TensorSpec]) -> None:
+    sums.unit = sums.unit or part.unit
+    scale = part.unit / sums.unit
+    sums.total += scale * part.total
+    for i, tensor in enumerate(part.tensors):
+        if specs[i].floating:
+            sums.tensors[i].add_(tensor, alpha=scale)
+        elif part.heaviest > sums.heaviest:
+            sums.tensors[i].copy_(tensor)
+        sums.radii[i] += scale * part.radii[i]
+    sums.heaviest = max(sums.heaviest, part.heaviest)
 
 
 def vector_norm(tensor: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,25 @@ def merge_order(run: str, fragment: int, version: int, uplinks: Mapping[str, flo
         return 0 < uplinks[learner_id] < slow, digest
 
     return sorted(uplinks, key=place)
+
+
+def groups_ahead(contributors_before: int, fan_in: int) -> int:
+    """Groups whose contributions are summed ahead of the merge; 0 where a syncer may well read them all itself.
+
+    By the number of contributors to the commit before, which all learners know.
+    """
+    return math.ceil(contributors_before / fan_in) if contributors_before > fan_in else 0
+
+
+def group_of(run: str, learner_id: str, groups: int) -> int:
+    """The group that a learner is in, the same for all who ask."""
+    digest = hashlib.sha256(f"{run}|group|{learner_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % groups
+
+
+def delegate_order(run: str, fragment: int, version: int, uplinks: Mapping[str, float]) -> list[str]:
+    """The members of a group in the order in which they sum it up; another order than that of :func:`merge_order`."""
+    return merge_order(f"{run}|ahead", fragment, version, uplinks)
 
 
 def waited_for(view: RoundView) -> Collection[str]:

@@ -60,7 +60,7 @@ def find(mailbox: Mailbox, view: RunView, *, keep: int, alive: bool, seen_before
         needed, first = _needed(mailbox, fragment, bound)
         last = min(bound, first - 1) if alive else fragment.version
         data += [key for key in _until(mailbox, keys.data_prefix(fragment.index), last) if key not in needed]
-        for prefix in (keys.round_prefix(fragment.index), keys.claim_prefix(fragment.index)):
+        for prefix in (keys.round_prefix(fragment.index), keys.claim_prefix(fragment.index), keys.partial_prefix(fragment.index)):
             records += _until(mailbox, prefix, bound)
     left = passing(mailbox, view.manifest.nonce) & seen_before
     probes = {key for key in left if key.startswith(keys.PROBES)}

@@ -28,6 +28,8 @@ WHOLE_EVERY = 4
 """One commit in so many holds the fragment in fp32; the others are followed by it."""
 WHOLE_SHARE = 1 / 8
 """Part of the time for which an uplink carries what follows."""
+FAN_IN = 32
+"""Contributions that one node reads for a commit; more are summed in groups of so many, in fp32, ahead of the merge."""
 FRAGMENT_BYTES = 64 << 20
 MAX_FRAGMENTS = 24
 NICE_CYCLES = (20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 1500, 2000, 5000)
@@ -123,10 +125,13 @@ def plan(situation: Situation, settings: Settings, prices: PriceTable) -> Plan:
     following = min(p * (4 - whole) / n, WHOLE_SHARE * up_rate * cycle_s) if whole else 0.0
     state = 4.0 if situation.momentum else 0.0
     merged_up = p * (commit + whole + state) / n
-    up = p * wire + merged_up + following
-    down = p * (wire + state / n) + p * commit * (n - 1) / n
+    sums = 4.0 * p / FAN_IN if n > FAN_IN else 0.0
+    up = p * wire + merged_up + following + sums
+    down = p * (wire + state / n) + p * commit * (n - 1) / n + sums
     transfer_s = (up / up_rate, down / down_rate)
-    merge_s = n * p * wire / f / down_rate + p * commit / f / up_rate
+    merge_s = min(n, FAN_IN) * p * wire / f / down_rate + p * commit / f / up_rate
+    if sums:
+        merge_s += 4 * p / f / up_rate + math.ceil(n / FAN_IN) * 4 * p / f / down_rate
     round_s = p * wire / f / up_rate + 3 * POLL_S + merge_s + POLL_S + p * commit / f / down_rate
     copies_s = COPIES * 4 * p / COPY_BYTES_PER_S
     whole_exchange_s = (p * wire / up_rate + n * p * wire / down_rate / min(n, f)) + merged_up / up_rate + p * commit / down_rate + POLL_S

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from gradientmail_torch import keys
@@ -19,7 +20,7 @@ from gradientmail_torch.messages import Commit, Contribution, DataRef, read
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradientmail_torch.algorithms.merge import Weighted
+    from gradientmail_torch.algorithms.merge import Sums, Weighted
     from gradientmail_torch.session.run import Run
 
 
@@ -99,10 +100,10 @@ def _again(run: Run, commit: Commit, before: list[Tensor], state: list[Tensor] |
     specs = run.layout[commit.fragment]
     settings = {name.removeprefix("outer."): value for name, value in run.manifest.algorithm.items() if name.startswith("outer.")}
     values = before
+    problems: list[str] = []
     if commit.merged:
-        merged = merge(lambda: _contributions(run, commit), specs, commit.method)  # type: ignore[arg-type]
+        merged = merge(lambda: _parts(run, commit, problems), specs, commit.method)  # type: ignore[arg-type]
         values, state = OuterSGD(**settings).step(before, merged, state, specs, commit.version)  # type: ignore[arg-type]
-    problems = []
     if commit.update is not None:
         data = wire.encode(difference(values, before, specs), specs, commit.update.wire)
         problems.append(_compare(commit, "update", commit.update, data))
@@ -113,6 +114,25 @@ def _again(run: Run, commit: Commit, before: list[Tensor], state: list[Tensor] |
     if commit.outer is not None and state is not None:
         problems.append(_compare(commit, "outer state", commit.outer, wire.encode(state, outer_specs(specs), commit.outer.wire)))
     return values, state, next(filter(None, problems), "")
+
+
+def _parts(run: Run, commit: Commit, problems: list[str]) -> Iterator[Weighted | Sums]:
+    """What the syncer has summed: sums that others had made, of which differences are added to ``problems``, and contributions."""
+    from gradientmail_torch.algorithms import wire
+    from gradientmail_torch.algorithms.merge import combined, summed
+
+    specs = run.layout[commit.fragment]
+    each = _contributions(run, commit)
+
+    def ahead() -> Iterator[Sums]:
+        for part in commit.ahead:
+            sums = summed(islice(each, part.contributions), specs, commit.method)  # type: ignore[arg-type]
+            problems.append(_compare(commit, f"sums by {part.by}", part.data, wire.encode(sums.tensors, specs, part.data.wire)))
+            yield sums
+
+    if commit.ahead:
+        yield combined(ahead(), specs)
+    yield from each
 
 
 def _contributions(run: Run, commit: Commit) -> Iterator[Weighted]:

@@ -61,6 +61,7 @@ from gradientmail_torch.keys.run import (
     initial,
     is_delta,
     is_delta_of,
+    is_partial,
     is_whole,
     learner,
     learner_lives,
@@ -68,6 +69,8 @@ from gradientmail_torch.keys.run import (
     parse_contribution,
     parse_life,
     parse_round,
+    partial,
+    partial_prefix,
     round_prefix,
 )
 from gradientmail_torch.keys.steering import RequestKey, ResultKey, TaskKeys, parse_request, parse_result
@@ -118,6 +121,7 @@ __all__ = [
     "initial",
     "is_delta",
     "is_delta_of",
+    "is_partial",
     "is_whole",
     "join",
     "last_segment",
@@ -134,6 +138,8 @@ __all__ = [
     "parse_request",
     "parse_result",
     "parse_round",
+    "partial",
+    "partial_prefix",
     "round_prefix",
     "segment_below",
 ]

@@ -69,6 +69,11 @@ def is_delta(key: str) -> bool:
     return key.endswith(".delta")
 
 
+def is_partial(key: str) -> bool:
+    """Whether a ``data/`` object holds contributions that were summed ahead of the merge."""
+    return key.endswith(".partial")
+
+
 def is_whole(key: str) -> bool:
     """Whether a ``data/`` object holds a whole value of its fragment."""
     return key.endswith(".whole")
@@ -90,6 +95,16 @@ def contribution(fragment: int, version: int, learner_id: str) -> str:
 
 def round_prefix(fragment: int, version: int | None = None) -> str:
     prefix = f"rounds/{number(fragment, 4)}/"
+    return prefix if version is None else f"{prefix}{number(version)}/"
+
+
+def partial(fragment: int, version: int, group: int) -> str:
+    """The record of a group's contributions that were summed ahead of the merge."""
+    return join("partials", number(fragment, 4), number(version), number(group, 6))
+
+
+def partial_prefix(fragment: int, version: int | None = None) -> str:
+    prefix = f"partials/{number(fragment, 4)}/"
     return prefix if version is None else f"{prefix}{number(version)}/"
 
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
 from gradientmail_torch import keys
-from gradientmail_torch.algorithms.merge import Weighted, clip_factors, norms, vector_norm
+from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Sums, Weighted, clip_factors, combined, norms, vector_norm
 from gradientmail_torch.errors import CorruptObject, InvalidName
-from gradientmail_torch.messages import Contribution, LeftOut, Merged, TensorSpec, read
+from gradientmail_torch.messages import Contribution, LeftOut, Merged, Partial, TensorSpec, read
+from gradientmail_torch.session.partials import load_sums
 from gradientmail_torch.session.run import Run
 
 log = logging.getLogger(__name__)
 
 NORM_TOLERANCE = 0.01
 """How far a stated norm may be from the real one, relatively; clipping goes by the stated ones."""
-OUT_OF_PROPORTION = 1e6
-"""By how much more than its size, or than 1, a tensor's elements may move at a time (root mean square)."""
 MAX_UNREADABLE = 1000
 """How many records that cannot be read a commit names, so that strangers' objects cannot make it too long to be read."""
 
@@ -36,8 +36,23 @@ class Own(NamedTuple):
 class ClosingRound:
     """Everything here is untrusted: what does not hold is left out with its reason, and merging goes on."""
 
-    def __init__(self, run: Run, fragment: int, version: int, before: Sequence[Tensor], own: Own | None = None) -> None:
-        """``before`` is the fragment's committed value, which the contributions are deltas of."""
+    def __init__(
+        self,
+        run: Run,
+        fragment: int,
+        version: int,
+        before: Sequence[Tensor],
+        own: Own | None = None,
+        *,
+        members: Collection[str] | None = None,
+        partials: Sequence[Partial] = (),
+    ) -> None:
+        """
+        Args:
+            before: the fragment's committed value, which the contributions are deltas of.
+            members: whose contributions are looked at; everyone's unless given.
+            partials: records of contributions that were summed ahead. They have been read before the round is listed.
+        """
         self._run = run
         self._before = before
         self._own = own
@@ -48,17 +63,54 @@ class ClosingRound:
         """By the key of the record."""
         self.merged: dict[str, Merged] = {}
         """By nonce, in the order of summation."""
-        self.records = self._read_records()
-        """Admissible so far, by key, in the order of their nonces, so that a merge can be replayed."""
+        listed = self._list(members)
+        self.partials: list[Partial] = []
+        """Those of the sums ahead that hold, in the order of their groups."""
+        self._ahead = self._sum_partials(partials, listed)
+        in_sums = {merged.learner_id for merged in self.merged.values()}
+        self.settled = {key for learner_id, key in listed.items() if learner_id in in_sums}
+        """Keys of the records whose contributions are in those sums, and of the sums: a commit takes their place."""
+        for partial in partials:
+            self.settled |= {keys.partial(fragment, version, partial.group), partial.data.key}
+        self.records = self._read_records({i: key for i, key in listed.items() if i not in in_sums})
+        """Admissible so far of the others, by key, in the order of their nonces, so that a merge can be replayed."""
 
-    def _read_records(self) -> dict[str, Contribution]:
-        found: dict[str, Contribution] = {}
+    def _list(self, members: Collection[str] | None) -> dict[str, str]:
+        """Keys of records by learner."""
+        found: dict[str, str] = {}
         for key in self._run.mailbox.list(keys.round_prefix(self._fragment, self._version)):
-            try:
+            with suppress(InvalidName):  # not ours
                 learner_id = keys.parse_contribution(key).last
+                if members is None or learner_id in members:
+                    found[learner_id] = key
+        return found
+
+    def _sum_partials(self, partials: Sequence[Partial], listed: Collection[str]) -> Sums | None:
+        """Load and add the sums one after the other."""
+
+        def sound() -> Iterator[Sums]:
+            for partial in partials:
+                there = all(merged.learner_id in listed and merged.nonce not in self.merged for merged in partial.merged)
+                sums = load_sums(self._run, partial, self._sizes) if there else None
+                if sums is not None:
+                    self.partials.append(partial)
+                    self.merged |= {merged.nonce: merged for merged in partial.merged}
+                    yield sums
+
+        ahead = combined(sound(), self._specs)
+        return ahead if self.partials else None
+
+    def parts(self) -> Iterator[Weighted | Sums]:
+        """All that is to be merged: the sums ahead as one, then the other contributions."""
+        if self._ahead is not None:
+            yield self._ahead
+        yield from self.contributions()
+
+    def _read_records(self, listed: Mapping[str, str]) -> dict[str, Contribution]:
+        found: dict[str, Contribution] = {}
+        for learner_id, key in listed.items():
+            try:
                 record = read(self._run.mailbox, Contribution, key)
-            except InvalidName:
-                continue  # not ours
             except CorruptObject as error:
                 if len(self.left_out) < MAX_UNREADABLE:
                     self._leave_out(key, "", learner_id, str(error))
@@ -75,7 +127,7 @@ class ClosingRound:
     def _problem(self, record: Contribution, learner_id: str, found: dict[str, Contribution]) -> str:
         if record.learner_id != learner_id:
             return f"its record is that of {record.learner_id!r}"
-        if any(other.nonce == record.nonce for other in found.values()):
+        if record.nonce in self.merged or any(other.nonce == record.nonce for other in found.values()):
             return "its nonce is that of another contribution"
         if len(record.norms) != len(self._specs):
             return f"it states {len(record.norms)} norms for {len(self._specs)} tensors"

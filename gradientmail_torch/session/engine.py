@@ -20,6 +20,7 @@ from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import GradientMailError
 from gradientmail_torch.messages import Commit
 from gradientmail_torch.session.aligner import Aligner
+from gradientmail_torch.session.delegate import Delegate
 from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.merger import Merger
 from gradientmail_torch.session.publisher import Publisher
@@ -90,6 +91,7 @@ class Engine:
             run,
             replica,
             algorithm,
+            Delegate(run, replica, algorithm, life, clock=clock),
             merger,
             life,
             settings=settings,

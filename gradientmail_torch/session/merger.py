@@ -10,12 +10,13 @@ from torch import Tensor
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.algorithm import Algorithm
-from gradientmail_torch.algorithms.merge import merge
+from gradientmail_torch.algorithms.merge import DirectionVanished, merge
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject
-from gradientmail_torch.messages import Commit, encode, reference
+from gradientmail_torch.messages import Commit, SummedAhead, encode, reference
 from gradientmail_torch.session.closing_round import ClosingRound, Own
 from gradientmail_torch.session.parameters import difference, total
+from gradientmail_torch.session.partials import read_partials
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.retention import Retention
 from gradientmail_torch.session.run import Base, Run, outer_specs
@@ -46,8 +47,8 @@ class Merger:
         self.seconds = 0.0
         """Moving average of the time that this learner takes to merge and commit a round."""
 
-    def merge(self, fragment: Fragment, version: int, void: frozenset[str]) -> frozenset[str]:
-        """Merge and commit the round that leads to ``version``.
+    def merge(self, fragment: Fragment, version: int, void: frozenset[str], *, groups: int) -> frozenset[str]:
+        """Merge and commit the round that leads to ``version``, of which ``groups`` may have been summed ahead.
 
         Nothing is merged when contributors beyond ``void`` turn out to have left no sound record: without them the
         round may not have its quorum. They are returned.
@@ -57,6 +58,7 @@ class Merger:
             if fragment.known != version - 1:
                 return frozenset()
             before, pending = Base(fragment.known, fragment.newest_nonce(), fragment.newest_values()), fragment.pending
+            recent = fragment.recent
         own = Own(pending.record, pending.delta) if pending and pending.record and pending.delta else None
         try:
             state = self._outer_state(fragment, version - 1)
@@ -64,12 +66,17 @@ class Merger:
             if self._run.commit(fragment.index, version) is not None:
                 return frozenset()  # this learner slept: the round is long committed, and the state it needed is swept away
             raise
-        closing = ClosingRound(self._run, fragment.index, version, before.values, own)
+        ahead = self._algorithm.merge_method(max(1, len(recent)))
+        partials = read_partials(self._run, fragment.index, version, groups, ahead)
+        closing = ClosingRound(self._run, fragment.index, version, before.values, own, partials=partials)
         found_void = frozenset(each.learner_id for each in closing.left_out.values())
         if not found_void <= void:
             return found_void
-        method = self._algorithm.merge_method(max(1, len(closing.records)))
-        merged = merge(closing.contributions, fragment.specs, method)
+        method = ahead if closing.partials else self._algorithm.merge_method(max(1, len(closing.records)))
+        try:
+            merged = merge(closing.parts, fragment.specs, method)
+        except DirectionVanished:
+            return self.merge(fragment, version, void, groups=0)
         if not closing.merged and not closing.left_out:
             return frozenset()  # retention has removed its records: it is committed
         if closing.merged:
@@ -124,12 +131,13 @@ class Merger:
             outer=outer,
             method=method,
             merged=tuple(closing.merged.values()),
+            ahead=tuple(SummedAhead(contributions=len(each.merged), by=each.by, data=each.data) for each in closing.partials),
             left_out=tuple(closing.left_out.values()),
             at=self._clock.wall(),
         )
         if self._run.mailbox.put_if_absent(keys.commit(fragment.index, version), encode(commit)):
             self._committed(fragment, commit, values)
-            self._retention.after_commit(fragment.index, version, sorted({*closing.records, *closing.left_out}))
+            self._retention.after_commit(fragment.index, version, sorted({*closing.settled, *closing.records, *closing.left_out}))
             return
         winner = self._run.commit(fragment.index, version)
         if winner is not None and winner.nonce != nonce:

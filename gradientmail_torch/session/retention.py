@@ -56,7 +56,7 @@ class Retention:
             seen.pop(0)  # the next one is old enough as well
 
     def after_commit(self, fragment: int, version: int, records: Iterable[str]) -> None:
-        """Called by the syncer of ``version``: what the commit says of ``records`` has taken their place.
+        """Called by the syncer of ``version``: what the commit says of ``records``, and of sums, has taken their place.
 
         Deleting them at once keeps the listing of open rounds, which everyone reads, as short as it can be.
         """
@@ -82,7 +82,8 @@ class Retention:
         data_bound = min(bound, self._last_whole(newest - self._keep) - 1)
         self._seen[fragment] = [(version, at) for version, at in self._seen[fragment] if version >= bound]
         mailbox = self._run.mailbox
-        records = [*self._until(keys.round_prefix(fragment), bound), *self._until(keys.claim_prefix(fragment), bound)]
+        prefixes = (keys.round_prefix(fragment), keys.claim_prefix(fragment), keys.partial_prefix(fragment))
+        records = [key for prefix in prefixes for key in self._until(prefix, bound)]
         data = self._old_data(fragment, bound, data_bound)
         # Last, so that a record which is made meanwhile is still seen.
         open_records = list(mailbox.list(keys.round_prefix(fragment), after=keys.round_prefix(fragment, bound + 1)))
@@ -100,7 +101,7 @@ class Retention:
         """Data of versions up to ``data_bound``, without the newest contribution of each live learner.
 
         Its upload may have taken many rounds, so that its record is still to be made. Whole values that were written
-        after their commit go up to ``bound``: those of newer versions have taken their place, and nothing is built on them.
+        after their commit, and sums for a round, go up to ``bound``: nothing is built on them.
         """
         live = self._live()
         found = list(self._versions(keys.data_prefix(fragment)))
@@ -111,8 +112,8 @@ class Retention:
             return keys.is_delta(key) and owner in live and newest[owner] == version
 
         def is_old(key: str, version: int) -> bool:
-            superseded = keys.is_whole(key) and self._last_whole(version) != version
-            return version <= (bound if superseded else data_bound)
+            needless = keys.is_partial(key) or (keys.is_whole(key) and self._last_whole(version) != version)
+            return version <= (bound if needless else data_bound)
 
         return [key for key, version in found if is_old(key, version) and not is_under_way(key, version)]
 

@@ -13,13 +13,15 @@ from uuid import uuid4
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.algorithm import Algorithm, Pace
-from gradientmail_torch.algorithms.quorum import RoundView, closes, merge_order, quorum_reached, waited_for
+from gradientmail_torch.algorithms.quorum import RoundView, closes, groups_ahead, merge_order, quorum_reached, waited_for
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject, InvalidName
 from gradientmail_torch.messages import Claim, encode, read
+from gradientmail_torch.session.delegate import GRACE_SHARE, Delegate
 from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.merger import Merger
+from gradientmail_torch.session.partials import all_are_summed
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.run import Run
 from gradientmail_torch.session.settings import Settings
@@ -62,6 +64,7 @@ class Syncer:
         run: Run,
         replica: Replica,
         algorithm: Algorithm,
+        delegate: Delegate,
         merger: Merger,
         life: keys.Life,
         *,
@@ -74,6 +77,7 @@ class Syncer:
         self._run = run
         self._replica = replica
         self._algorithm = algorithm
+        self._delegate = delegate
         self._merger = merger
         self._life = life
         self._settings = settings
@@ -167,6 +171,7 @@ class Syncer:
         watch = self._watches.setdefault((fragment.index, version), _Watch())
         live = {learner_id: peer for learner_id, peer in self._membership.peers.items() if peer.live}
         training = frozenset(i for i, peer in live.items() if peer.beat.state == "training")
+        listed = contributors
         if not training <= contributors:  # once all are in it, nobody is left to come
             contributors -= watch.void
         view = RoundView(
@@ -174,15 +179,34 @@ class Syncer:
             training=training & fragment.recent if self._membership.sampled else training,
             staying=frozenset(i for i, peer in live.items() if peer.beat.state != "leaving") | self._itself(),
         )
-        if not quorum_reached(view, self._algorithm.quorum):
-            self._warn_short(fragment, version, view, watch, now)
-            watch.quorum_at = None
+        waited_s, grace_s = self._since_quorum_s(view, watch, now), self._grace_s()
+        late = waited_s is not None and waited_s >= GRACE_SHARE * grace_s
+        if self._delegate.consider(fragment, version, listed, self._membership.peers, waited_enough=late):
             return
-        watch.quorum_at = now if watch.quorum_at is None else watch.quorum_at
-        if not closes(view, since_quorum_s=now - watch.quorum_at, grace_s=self._grace_s()):
+        if waited_s is None:
+            self._warn_short(fragment, version, view, watch, now)
+            return
+        if not closes(view, since_quorum_s=waited_s, grace_s=grace_s):
             return
         if self._turn(fragment, version, watch, live, now) and self._claim(fragment, version, watch):
-            watch.void |= self._merger.merge(fragment, version, watch.void)
+            groups = groups_ahead(len(fragment.recent), self._algorithm.fan_in)
+            if not groups or self._summed_ahead(fragment, version, contributors, groups, now - watch.claim_at):
+                watch.void |= self._merger.merge(fragment, version, watch.void, groups=groups)
+
+    def _since_quorum_s(self, view: RoundView, watch: _Watch, now: float) -> float | None:
+        """For how long the round has had its quorum; None below it."""
+        if not quorum_reached(view, self._algorithm.quorum):
+            watch.quorum_at = None
+            return None
+        watch.quorum_at = now if watch.quorum_at is None else watch.quorum_at
+        return now - watch.quorum_at
+
+    def _summed_ahead(self, fragment: Fragment, version: int, contributors: frozenset[str], groups: int, waited_s: float) -> bool:
+        """Whether the groups have been summed, or have been waited for as long as it would take to do without them."""
+        patience = max(2 * self._settings.claim_delay, 2 * self._delegate.seconds, self._merger.seconds)
+        if waited_s >= min(patience, self._settings.lease):
+            return True
+        return all_are_summed(self._run, fragment.index, version, contributors, groups)
 
     def _itself(self) -> frozenset[str]:
         """This learner, unless it is leaving: it knows better than its own beat, which it may not have seen yet."""

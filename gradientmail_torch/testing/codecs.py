@@ -89,7 +89,13 @@ def _records() -> dict[type[Record], list[Record]]:
         ),
         messages.Commit(
             nonce=_NONCE, fragment=0, version=4, by="node-0", generation=2, after=_NONCE, update=ref, parameters=ref, outer=ref,
-            method="rda", merged=(merged,), left_out=(messages.LeftOut(nonce="", learner_id="b", reason="it is not finite"),), at=1.5,
+            method="rda", merged=(merged,), ahead=(messages.SummedAhead(contributions=1, by="node-0", data=ref),), whole=ref,
+            left_out=(messages.LeftOut(nonce="", learner_id="b", reason="it is not finite"),), at=1.5,
+        ),
+        messages.SummedAhead(contributions=1, by="node-0", data=ref),
+        messages.Partial(
+            nonce=_NONCE, fragment=0, version=4, group=1, by="node-0", generation=2, method="rda", merged=(merged,), radii=(0.5, 0.0),
+            data=ref,
         ),
         leased_work.Outcome(item="1", status="done", nonce=_NONCE, attempt=1, owner="a", value=msgspec.Raw(b'{"x":[1]}')),
         leased_work._ClaimRecord(nonce=_NONCE, owner="a", beat=3, at=1.5),
@@ -218,7 +224,16 @@ def _commit(key: str) -> str:
 
 _KEYS: dict[str, tuple[tuple[str, ...], Callable[[str], str]]] = {
     "life": (("learners/node-0/000001", "beats/node-1/000012"), _life),
-    "round": (("rounds/0001/0000000012/node-0", "claims/0000/0000000003/000001", _KEY, "commits/0001/0000000002"), _round),
+    "round": (
+        (
+            "rounds/0001/0000000012/node-0",
+            "claims/0000/0000000003/000001",
+            "partials/0000/0000000003/000001",
+            _KEY,
+            "commits/0001/0000000002",
+        ),
+        _round,
+    ),
     "contribution": (("rounds/0001/0000000012/node-0",), _contribution),
     "commit": (("commits/0001/0000000002",), _commit),
     "arrival": (("barriers/start/node-0",), _arrival),

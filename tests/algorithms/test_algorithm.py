@@ -25,6 +25,7 @@ COMMON_FAULTS = [
     *(("outer", bad) for bad in (None, 0.7)),
     *(("commit_wire", bad) for bad in ("fp16", None)),
     *(("whole_every", bad) for bad in (0, 2.5, "16")),
+    *(("fan_in", bad) for bad in (0, 1, 2.5, True)),
 ]
 DECOUPLED_FAULTS = [
     *(("quorum_size", bad) for bad in (0, "2", 1.0)),
@@ -85,6 +86,7 @@ def test_what_all_learners_must_share_is_flat_and_in_the_manifest() -> None:
         "quorum": 2,
         "commit_wire": "bf16",
         "whole_every": 4,
+        "fan_in": 32,
         "outer.lr": 0.5,
         "outer.momentum": 0.0,
         "outer.nesterov": True,

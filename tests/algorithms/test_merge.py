@@ -13,7 +13,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradientmail_torch.algorithms.merge import CLIP_TO_MEDIANS, RDA_FROM, Method, Weighted, choose, clip_factors, merge, norms
+from gradientmail_torch.algorithms.merge import (
+    CLIP_TO_MEDIANS,
+    RDA_FROM,
+    DirectionVanished,
+    Method,
+    Weighted,
+    choose,
+    clip_factors,
+    combined,
+    merge,
+    norms,
+    summed,
+)
 from gradientmail_torch.messages import TensorSpec
 
 quick = settings(deadline=None, max_examples=60)
@@ -299,3 +311,46 @@ def test_a_clipped_tensor_counts_as_if_it_had_been_shorter(method: Method) -> No
     (found,) = merged([[a], [b]], [1, 1], method, clips=[{}, {0: 0.25}])
     (expected,) = merged([[a], [b * 0.25]], [1, 1], method)
     torch.testing.assert_close(found, expected)
+
+
+# --- sums that were made ahead -----------------------------------------------------------------------------
+
+
+def in_groups(parts: Sequence[Weighted], sizes: Sequence[int], specs: Sequence[TensorSpec], method: Method) -> list[Tensor]:
+    """Merged by a tree: the first parts are summed in groups of ``sizes``, the rest are added one by one."""
+    each = iter(parts)
+    ahead = combined([summed([next(each) for _ in range(size)], specs, method) for size in sizes], specs)
+    rest = list(each)
+    return merge(lambda: iter([ahead, *rest]), specs, method)
+
+
+@quick
+@given(rounds(least=2, most=9), st.sampled_from(["mean", "rda"]), st.data())
+def test_a_merge_by_groups_is_the_flat_merge_but_for_rounding(
+    case: tuple[list[Tensor], list[float]], method: Method, data: st.DataObject
+) -> None:
+    vectors, weights = case
+    specs = [spec(vectors[0].numel())]
+    units = [v.double() / max(float(v.double().norm()), 1e-300) for v in vectors]
+    direction = torch.stack([w / sum(weights) * u for w, u in zip(weights, units, strict=True)]).sum(0)
+    assume(method == "mean" or float(direction.norm()) > 1e-3)
+    parts = [Weighted(weight=w, tensors=[v], norms=norms([v], specs), clips={}) for v, w in zip(vectors, weights, strict=True)]
+    first = data.draw(st.integers(1, len(parts)))
+    sizes = [first, *([data.draw(st.integers(1, len(parts) - first))] if first < len(parts) else [])]
+    (found,), (flat,) = in_groups(parts, sizes, specs, method), merge(lambda: iter(parts), specs, method)
+    scale = max(1.0, *(float(v.norm()) for v in vectors)) / (1.0 if method == "mean" else min(1.0, float(direction.norm())))
+    assert close(found, flat, 4 * scale)
+
+
+def test_integer_buffers_come_from_the_heaviest_contribution_of_all_groups() -> None:
+    specs = [spec(2, kind="buffer", dtype="int64")]
+    parts = [Weighted(weight=w, tensors=[torch.tensor([n, n])], norms=[0.0]) for n, w in enumerate((1.0, 5.0, 2.0, 9.0, 3.0))]
+    (found,) = in_groups(parts, (2, 2), specs, "mean")
+    assert found.tolist() == [3, 3]
+
+
+def test_where_a_direction_vanishes_sums_are_not_enough() -> None:
+    specs = [spec(2)]
+    parts = [Weighted(weight=1.0, tensors=[torch.tensor(v)], norms=[1.0]) for v in ([1.0, 0.0], [-1.0, 0.0])]
+    with pytest.raises(DirectionVanished):
+        in_groups(parts, (2,), specs, "rda")

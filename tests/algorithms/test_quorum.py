@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradientmail_torch.algorithms.quorum import RoundView, closes, merge_order, quorum_reached, waited_for
+from gradientmail_torch.algorithms.quorum import (
+    RoundView,
+    closes,
+    delegate_order,
+    group_of,
+    groups_ahead,
+    merge_order,
+    quorum_reached,
+    waited_for,
+)
 
 learner_ids = st.text("abcdefgh0123456789-_.", min_size=1, max_size=6)
 uplinks_of = st.dictionaries(learner_ids, st.just(0.0) | st.floats(1, 1e9), min_size=1, max_size=12)
@@ -102,3 +111,24 @@ def test_over_fragments_and_versions_the_work_spreads_evenly() -> None:
 def test_another_run_has_another_order() -> None:
     learners = dict.fromkeys("abcdefgh", 1.0)
     assert merge_order("one", 0, 1, learners) != merge_order("two", 0, 1, learners)
+
+
+# --- groups that are summed ahead --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "groups"), [(0, 0), (1, 0), (32, 0), (33, 2), (64, 2), (65, 3), (1024, 32)])
+def test_groups_of_the_fan_in_where_there_are_more(before: int, groups: int) -> None:
+    assert groups_ahead(before, 32) == groups
+
+
+def test_every_learner_is_in_one_group_and_the_groups_are_of_about_one_size() -> None:
+    sizes = Counter(group_of("run", f"node-{number}", 32) for number in range(1024))
+    assert sizes.keys() == {*range(32)}
+    assert max(sizes.values()) <= 2 * 32
+    assert [group_of("run", "a", 3), group_of("run", "b", 3)] == [group_of("run", "a", 3), group_of("run", "b", 3)]
+
+
+def test_who_sums_a_group_is_not_who_merges_the_round() -> None:
+    learners = {f"node-{number}": 0.0 for number in range(16)}
+    same = sum(delegate_order("run", 0, v, learners)[0] == merge_order("run", 0, v, learners)[0] for v in range(200))
+    assert same < 40

@@ -23,7 +23,7 @@ from gradientmail_torch.mailbox.watched_time import WatchedTime
 from gradientmail_torch.mailbox.wrappers import CountingMailbox, RetryingMailbox
 from gradientmail_torch.messages import Contribution
 from gradientmail_torch.patterns.barrier import Barrier
-from gradientmail_torch.session import lease, publisher, replica, syncer
+from gradientmail_torch.session import closing_round, lease, partials, publisher, replica, syncer
 from gradientmail_torch.session.aligner import Aligner
 from gradientmail_torch.session.closing_round import ClosingRound
 from gradientmail_torch.session.lease import Heartbeat, Observer
@@ -225,8 +225,6 @@ def commits_overwrite(patch: Patch) -> None:
 
 @bug("norms are clipped as they are, not per step")
 def clips_plain_norms(patch: Patch) -> None:
-    from gradientmail_torch.session import closing_round
-
     original = closing_round.clip_factors
     patch.setattr(closing_round, "clip_factors", lambda norms, steps: original(norms, [1] * len(steps)))
 
@@ -385,6 +383,48 @@ def promises_supersede(patch: Patch) -> None:
         original(self, *arguments, last_whole=lambda version: version, **settings)
 
     patch.setattr(Retention, "__init__", init)
+
+
+@bug("what is in a sum made ahead is merged once more by itself")
+def counts_the_summed_again(patch: Patch) -> None:
+    original = ClosingRound._sum_partials
+
+    def sum_partials(self: Any, *arguments: Any) -> Any:
+        ahead = original(self, *arguments)
+        self.merged = {}
+        return ahead
+
+    patch.setattr(ClosingRound, "_sum_partials", sum_partials)
+
+
+@bug("where there are sums made ahead, what is in none of them is forgotten")
+def merges_sums_alone(patch: Patch) -> None:
+    original = ClosingRound._read_records
+    patch.setattr(ClosingRound, "_read_records", lambda self, listed: {} if self.partials else original(self, listed))
+
+
+@bug("sums made ahead are merged without looking at their digest")
+def sums_are_not_checked(patch: Patch) -> None:
+    def load_sums(run: Any, partial: Any, sizes: Any) -> Any:
+        specs, data = run.layout[partial.fragment], run.mailbox.get(partial.data.key)
+        return None if data is None else partials._as_sums(partial, wire.decode(data, specs, "fp32", key=partial.data.key))
+
+    patch.setattr(closing_round, "load_sums", load_sums)
+
+
+@bug("a syncer waits for the sums of every group, however long that takes")
+def waits_for_every_sum(patch: Patch) -> None:
+    original = Syncer._summed_ahead
+    patch.setattr(
+        Syncer,
+        "_summed_ahead",
+        lambda self, fragment, version, found, groups, waited_s: original(self, fragment, version, found, groups, 0.0),
+    )
+
+
+@bug("sums made ahead are put, not created")
+def sums_overwrite(patch: Patch) -> None:
+    put_instead(patch, "partials/")
 
 
 @bug("contributions weigh by their samples alone")

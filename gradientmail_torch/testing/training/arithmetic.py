@@ -37,15 +37,34 @@ def method(rule: str, listed: int) -> str:
     return rule if rule != "auto" else ("rda" if listed >= 4 else "mean")
 
 
-def merged(parts: Sequence[Part], listed: Sequence[Part], how: str) -> list[Tensor]:
-    """The merged delta of each tensor. ``listed`` are all in the round, also those that were found to be unsound."""
+Read = tuple[Sequence[Part], Sequence[Part]]
+"""What one learner has merged, and that together with what it has found to be unsound: clipping goes by all of it."""
+
+
+def merged(reads: Sequence[Read], how: str) -> list[Tensor]:
+    """The merged delta of each tensor; several learners have read where groups were summed ahead."""
+    parts = [part for mine, _ in reads for part in mine]
     return [
-        _merged([(p.weight, v.double()) for p, v in zip(parts, at, strict=True)], _limits(listed, i), parts, how) for i, at in _each(parts)
+        _merged([part.deltas[i].double() for part in parts], [_limits(listed, i) for mine, listed in reads for _ in mine], parts, how)
+        for i in range(len(parts[0].deltas))
     ]
 
 
-def _each(parts: Sequence[Part]) -> list[tuple[int, tuple[Tensor, ...]]]:
-    return [*enumerate(zip(*(part.deltas for part in parts), strict=True))]
+def summed(read: Read, how: str) -> tuple[list[Tensor], list[float]]:
+    """By tensor, the weighted sum of vectors or directions, and of norms; weights are relative to the first."""
+    parts, listed = read
+    sums, radii = [], []
+    for i in range(len(parts[0].deltas)):
+        terms, norms = [], []
+        for part in parts:
+            share, vector = part.weight / parts[0].weight, part.deltas[i].double()
+            norm = float(vector.norm())
+            clip = min(1.0, _limits(listed, i) * part.steps / max(1e-300, norm))
+            terms.append(share * (vector / max(1e-300, norm) if how == "rda" else clip * vector))
+            norms.append(share * clip * norm)
+        sums.append(torch.stack(terms).sum(0))
+        radii.append(sum(norms) if how == "rda" else 0.0)
+    return sums, radii
 
 
 def _limits(listed: Sequence[Part], tensor: int) -> float:
@@ -54,9 +73,13 @@ def _limits(listed: Sequence[Part], tensor: int) -> float:
     return 3 * statistics.median(rates) if len(listed) >= 3 and statistics.median(rates) > 0 else float("inf")
 
 
-def _merged(weighted: Sequence[tuple[float, Tensor]], limit: float, parts: Sequence[Part], how: str) -> Tensor:
+def _merged(vectors: Sequence[Tensor], limits: Sequence[float], parts: Sequence[Part], how: str) -> Tensor:
+    weighted = [(part.weight, vector) for part, vector in zip(parts, vectors, strict=True)]
     total = sum(weight for weight, _ in weighted)
-    clipped = [(w, v * min(1.0, limit * part.steps / max(1e-300, float(v.norm())))) for (w, v), part in zip(weighted, parts, strict=True)]
+    clipped = [
+        (w, v * min(1.0, limit * part.steps / max(1e-300, float(v.norm()))))
+        for (w, v), limit, part in zip(weighted, limits, parts, strict=True)
+    ]
     mean = torch.stack([w / total * v for w, v in clipped]).sum(0)
     if how == "mean" or mean.numel() == 1:
         return mean

@@ -95,7 +95,7 @@ class Learner:
         assert session is not None
         books = Books(str(self.process), session, self._model, world.ledger)
         if self.plan.stuck:
-            session._engine.syncer._merger.merge = lambda *_: self._cluster.clock.sleep(1e9)  # type: ignore[method-assign,assignment]
+            session._engine.syncer._merger.merge = lambda *_, **__: self._cluster.clock.sleep(1e9)  # type: ignore[method-assign,assignment]
         with session:
             if world.scenario.start_barrier:
                 self._wait_at("start", 60.0)

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import Algorithm, wire
-from gradientmail_torch.algorithms.merge import Weighted, merge
+from gradientmail_torch.algorithms.merge import Sums, Weighted, combined, merge, summed
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.mailbox.memory import MemoryMailbox
-from gradientmail_torch.messages import Claim, Commit, Contribution, DataRef, LeftOut, Manifest, Merged, TensorSpec, decode, reference
+from gradientmail_torch.messages import (
+    Claim,
+    Commit,
+    Contribution,
+    DataRef,
+    LeftOut,
+    Manifest,
+    Merged,
+    Partial,
+    TensorSpec,
+    decode,
+    reference,
+)
 from gradientmail_torch.session.parameters import difference, total
 from gradientmail_torch.session.run import INITIAL_NONCE, outer_specs
 from gradientmail_torch.testing.network import Event
@@ -26,6 +40,7 @@ _CREATED_ONCE = {
     "commits": Invariant.ONE_COMMIT,
     "rounds": Invariant.COMPLETE,
     "claims": Invariant.COMPLETE,
+    "partials": Invariant.REPLAY,
     "learners": Invariant.ONE_LIFE,
     "barriers": Invariant.BARRIER,
     keys.RUN: Invariant.ALIGNED,
@@ -68,6 +83,8 @@ class Ledger:
         self.recorded_at: dict[Round, dict[str, float]] = {}
         self.merged: dict[str, Round] = {}
         """The round of every contribution that is in a commit, by nonce."""
+        self.partials: dict[str, Partial] = {}
+        """Sums made ahead of a merge, by the key of their data."""
         self.left_out: dict[str, LeftOut] = {}
         self.spoilt: set[str] = set()
         """Objects that somebody has altered or removed, by key."""
@@ -120,6 +137,8 @@ class Ledger:
                 self._recorded(key, decode(Contribution, body, key=key))
             case "claims":
                 self._claimed(keys.parse_round(key)[:2], decode(Claim, body, key=key))
+            case "partials":
+                self._summed(key, decode(Partial, body, key=key))
             case keys.RUN:
                 self._founded(decode(Manifest, body, key=key))
 
@@ -130,7 +149,7 @@ class Ledger:
             raise Violation(Invariant.BARRIER, f"{key} was deleted")
         if kind in ("learners", "run.json"):
             raise Violation(Invariant.ONE_LIFE, f"{key} was deleted")
-        if kind in ("rounds", "claims"):
+        if kind in ("rounds", "claims", "partials"):
             fragment, version, _ = keys.parse_round(key)
             if version > self.newest.get(fragment, 0):
                 raise Violation(Invariant.KEPT, f"{key} of an open round was deleted")
@@ -160,6 +179,9 @@ class Ledger:
             if of == fragment and version > newest:
                 for learner_id, record in records.items():
                     yield record.data, f"the record of {learner_id} in the open round {version}"
+        for partial in self.partials.values():
+            if partial.fragment == fragment and partial.version > newest:
+                yield partial.data, f"the sums of {partial.by} in the open round {partial.version}"
 
     # --- what is created --------------------------------------------------------------------------------
 
@@ -179,6 +201,23 @@ class Ledger:
         self._recorded_at[record.data.key] = self._now_s()
         if version > self.newest.get(fragment, 0):
             self._require_there(record.data, f"the record {key}")
+
+    def _summed(self, key: str, partial: Partial) -> None:
+        """Sums ahead of a merge hold what they name, and it is what was offered."""
+        where = (partial.fragment, partial.version)
+        if key != keys.partial(*where, partial.group):
+            raise Violation(Invariant.REPLAY, f"{key} holds sums of another group or round")
+        if partial.version > self.newest.get(partial.fragment, 0):
+            self._require_there(partial.data, key)
+        for merged in partial.merged:
+            self._check_offered(key, where, merged)
+        specs, read = self.specs(partial.fragment), self._read_by(where, partial.merged, partial.left_out)
+        sums, radii = arithmetic.summed(read, partial.method)
+        for found, should in zip(self.tensors(partial.data, specs), sums, strict=True):
+            _require_close(f"the sum {key}", found, should, should, 0.0)
+        if any(abs(found - should) > 1e-4 * (1 + should) for found, should in zip(partial.radii, radii, strict=True)):
+            raise Violation(Invariant.REPLAY, f"{key} has radii {partial.radii}; its contributions make {radii}")
+        self.partials[partial.data.key] = partial
 
     def _is_a_dead_learners(self, key: str) -> bool:
         """Whether a contribution's learner could be taken for dead when it was in no open round: then it may be swept away.
@@ -213,19 +252,33 @@ class Ledger:
         self.left_out |= {left_out.nonce: left_out for left_out in commit.left_out}
 
     def _check_parts(self, key: str, where: Round, commit: Commit) -> None:
-        if len(nonces := [merged.nonce for merged in commit.merged]) != len({*nonces}) or nonces != sorted(nonces):
-            raise Violation(Invariant.REPLAY, f"{key} names its contributions out of order: {nonces}")
+        for part in [[merged.nonce for merged in commit.merged], *([merged.nonce for merged in part] for part in _in_sums(commit))]:
+            if len(part) != len({*part}) or (part != sorted(part) and not commit.ahead):
+                raise Violation(Invariant.REPLAY, f"{key} names its contributions out of order: {part}")
+        for ahead, contributions in zip(commit.ahead, _in_sums(commit), strict=False):
+            partial = self.partials.get(ahead.data.key)
+            if partial is None or (partial.fragment, partial.version) != where or [*partial.merged] != contributions:
+                raise Violation(Invariant.REPLAY, f"{key} has {contributions} from the sums of {ahead.by}, which are {partial}")
         for merged in commit.merged:
             if merged.nonce in self.merged:
                 raise Violation(
                     Invariant.MERGED_ONCE, f"{merged.nonce} of {merged.learner_id} is in {key} and in {self.merged[merged.nonce]}"
                 )
-            record = self.records.get(where, {}).get(merged.learner_id)
-            if record is None or _named(merged) != _named(record) or merged.weight != record.samples * (record.samples / record.steps):
-                raise Violation(Invariant.REPLAY, f"{key} has {merged}, the round has {record}")
+            self._check_offered(key, where, merged)
         for left_out in commit.left_out:
             if self.records[where][left_out.learner_id].data.key not in self.spoilt:
                 raise Violation(Invariant.COMPLETE, f"{key} leaves {left_out.learner_id} out without reason: {left_out.reason}")
+
+    def _check_offered(self, key: str, where: Round, merged: Merged) -> None:
+        record = self.records.get(where, {}).get(merged.learner_id)
+        if record is None or _named(merged) != _named(record) or merged.weight != record.samples * (record.samples / record.steps):
+            raise Violation(Invariant.REPLAY, f"{key} has {merged}, the round has {record}")
+
+    def _read_by(self, where: Round, merged: Sequence[Merged], left_out: Sequence[LeftOut]) -> arithmetic.Read:
+        """What one learner has read of a round."""
+        specs, records = self.specs(where[0]), self.records.get(where, {})
+        mine = [self._part(records[each.learner_id], specs) for each in merged]
+        return mine, [*mine, *(self._part(records[each.learner_id], specs) for each in left_out)]
 
     def _check_complete(self, key: str, where: Round, commit: Commit) -> None:
         """Whoever merges lists the round after it has claimed it."""
@@ -262,20 +315,21 @@ class Ledger:
 
     def _check_values(self, key: str, where: Round, commit: Commit, values: list[Tensor]) -> None:
         fragment, version = where
-        specs, records, outer = self.specs(fragment), self.records.get(where, {}), self._algorithm.outer
+        specs, outer = self.specs(fragment), self._algorithm.outer
         before, previous = self.values[fragment, version - 1], self.commits.get((fragment, version - 1))
         state = self.tensors(previous.outer, outer_specs(specs)) if previous is not None and previous.outer is not None else None
         after_state = self.tensors(commit.outer, outer_specs(specs)) if commit.outer is not None else None
-        parts = {learner_id: self._part(records[learner_id], specs) for learner_id in sorted(records)}
-        mine = [parts[merged.learner_id] for merged in commit.merged]
-        listed = [*mine, *(parts[left_out.learner_id] for left_out in commit.left_out)]
-        if commit.method != (how := arithmetic.method(self._algorithm.merge, len(listed))):
-            raise Violation(Invariant.REPLAY, f"{key} merges {len(listed)} by {commit.method}, not by {how}")
-        if not mine:
+        *in_sums, alone = _in_sums(commit)
+        reads = [self._read_by(where, partial.merged, partial.left_out) for partial in (self.partials[a.data.key] for a in commit.ahead)]
+        reads.append(self._read_by(where, alone, commit.left_out))
+        listed = len(previous.merged) if in_sums and previous is not None else len(reads[-1][1])
+        if commit.method != (how := arithmetic.method(self._algorithm.merge, listed)):
+            raise Violation(Invariant.REPLAY, f"{key} merges {listed} by {commit.method}, not by {how}")
+        if not commit.merged:
             if not same_bits(values, before) or not same_bits(state or [], after_state or []):
                 raise Violation(Invariant.REPLAY, f"{key} merges nothing, and changes the fragment")
             return
-        expected, velocities = arithmetic.outer_step(outer, before, arithmetic.merged(mine, listed, how), state, version)
+        expected, velocities = arithmetic.outer_step(outer, before, arithmetic.merged(reads, how), state, version)
         rounding = 0.0 if self._algorithm.commit_wire == "fp32" else 2.0**-7
         for value, should, start in zip(values, expected, before, strict=True):
             _require_close(key, value, should, start, rounding)
@@ -303,7 +357,15 @@ class Ledger:
             )
             for merged in commit.merged
         ]
-        again, state_again = algorithm.outer.step(before, merge(lambda: weighted, specs, commit.method), state, specs, version)  # type: ignore[arg-type]
+        method: Any = commit.method
+
+        def parts() -> Iterator[Weighted | Sums]:
+            each = iter(weighted)
+            if commit.ahead:
+                yield combined([summed(islice(each, ahead.contributions), specs, method) for ahead in commit.ahead], specs)
+            yield from each
+
+        again, state_again = algorithm.outer.step(before, merge(parts, specs, method), state, specs, version)
         if algorithm.commit_wire != "fp32":
             sent = wire.encode(difference(again, before, specs), specs, algorithm.commit_wire)
             again = total(before, wire.decode(sent, specs, algorithm.commit_wire, key=key), specs)
@@ -327,6 +389,12 @@ def is_creation(event: Event) -> bool:
 
 def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(a, b, strict=True))
+
+
+def _in_sums(commit: Commit) -> list[list[Merged]]:
+    """The contributions of a commit by who has read them: those of each sum ahead, then those of the syncer."""
+    each = iter(commit.merged)
+    return [*([*islice(each, ahead.contributions)] for ahead in commit.ahead), [*each]]
 
 
 def _refs(commit: Commit) -> list[DataRef]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from gradientmail_torch.algorithms import Algorithm, DecoupledDiLoCo, DiLoCo, LocalSGD, OuterSGD
 from gradientmail_torch.testing.network import Conditions
 
 NAMES = "abcde"
+CROWD = "fghi"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,8 @@ class Trouble:
     """Something that befalls a learner, or all of them where ``who`` is empty."""
 
     what: str
-    """kill | pause | outage | double | alter | remove | alter wholes; the last three befall tensors in the mailbox:
-    contributions, and whole values that have followed their commit."""
+    """kill | pause | outage | double | alter | remove | alter extras; the last three befall tensors in the mailbox:
+    contributions, and what they can do without: sums ahead of a merge, whole values that have followed their commit."""
     at_s: float
     who: str = ""
     seconds: float = 0.0
@@ -84,12 +85,13 @@ class Scenario:
         rng = random.Random(f"training {seed}")
         conditions = Conditions.from_rng(rng)
         count = rng.choice((2, 2, 3, 3, 4, 5))
-        learners = tuple(_learner(rng, name) for name in NAMES[:count])
+        crowd = _crowd(seed)
+        learners = (*(_learner(rng, name) for name in NAMES[:count]), *crowd)
         poll_interval = rng.choice((1.0, 1.0, 2.0))
         return cls(
             seed=seed,
             conditions=conditions,
-            algorithm=_algorithm(rng, count),
+            algorithm=_with_groups(_algorithm(rng, count), seed, crowd=bool(crowd)),
             settings={
                 "lease": rng.choice((12.0, 12.0, 24.0)),
                 "poll_interval": poll_interval,
@@ -99,7 +101,7 @@ class Scenario:
                 "keep_seconds": rng.choice((0.0, 5.0, 30.0)),
             },
             learners=learners,
-            troubles=(*_troubles(rng, learners), *_spoilt_rounds(seed), *_spoilt_wholes(seed)),
+            troubles=(*_troubles(rng, learners), *_spoilt_rounds(seed), *_spoilt_extras(seed)),
             start_barrier=rng.random() < 0.3,
             queue=rng.random() < 0.1,
             report=rng.random() < 0.1,
@@ -145,6 +147,20 @@ def _learner(rng: random.Random, name: str) -> LearnerPlan:
     )
 
 
+def _crowd(seed: int) -> tuple[LearnerPlan, ...]:
+    """In some seeds, more learners, so that groups are summed ahead."""
+    rng = random.Random(f"crowd {seed}")
+    return tuple(_learner(rng, name) for name in CROWD) if rng.random() < 0.15 else ()
+
+
+def _with_groups(algorithm: Algorithm, seed: int, *, crowd: bool) -> Algorithm:
+    """Rounds of which parts are summed ahead; in a crowd they wait, so that they are large."""
+    fan_in = random.Random(f"fan-in {seed}").choice((2, 2, 3, 32))
+    if crowd and isinstance(algorithm, DecoupledDiLoCo):
+        return replace(algorithm, fan_in=fan_in, grace=8.0, called=True)
+    return replace(algorithm, fan_in=fan_in)
+
+
 def _troubles(rng: random.Random, learners: tuple[LearnerPlan, ...]) -> tuple[Trouble, ...]:
     found = []
     for learner in learners:
@@ -174,10 +190,10 @@ def _spoilt_rounds(seed: int) -> list[Trouble]:
     return [Trouble(what="alter", at_s=rng.uniform(1, 60), seconds=rng.choice((1.0, 10.0)))] if rng.random() < 0.05 else []
 
 
-def _spoilt_wholes(seed: int) -> list[Trouble]:
-    """In some seeds, a time for which every whole value that follows its commit is spoilt."""
+def _spoilt_extras(seed: int) -> list[Trouble]:
+    """In some seeds, a time for which all sums ahead, and whole values that follow their commit, are spoilt."""
     rng = random.Random(f"spoilt wholes {seed}")
-    return [Trouble(what="alter wholes", at_s=rng.uniform(1, 60), seconds=rng.choice((10.0, 60.0)))] if rng.random() < 0.15 else []
+    return [Trouble(what="alter extras", at_s=rng.uniform(1, 60), seconds=rng.choice((10.0, 60.0)))] if rng.random() < 0.15 else []
 
 
 def _brief(value: Any) -> str:

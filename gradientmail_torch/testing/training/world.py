@@ -87,8 +87,8 @@ class World:
         if trouble.what in ("alter", "remove"):
             self._spoil(trouble, until_s=self.cluster.now_s + (trouble.seconds or 10.0))
             return
-        if trouble.what == "alter wholes":
-            self._spoil_wholes(until_s=self.cluster.now_s + trouble.seconds)
+        if trouble.what == "alter extras":
+            self._spoil_extras(until_s=self.cluster.now_s + trouble.seconds)
             return
         if not trouble.who:
             self.cluster.outage(trouble.seconds)
@@ -125,13 +125,14 @@ class World:
         if self.cluster.now_s < until_s and not (trouble.who and found):
             self.cluster.at(0.2, lambda: self._spoil(trouble, until_s))
 
-    def _spoil_wholes(self, until_s: float) -> None:
-        """Alter each whole value that has followed its commit."""
-        for commit in self.ledger.commits.values():
-            if commit.whole is not None and commit.whole.key not in self.ledger.spoilt and self.cluster.store.get(commit.whole.key):
-                self._spoil_object(commit.whole.key, "alter")
+    def _spoil_extras(self, until_s: float) -> None:
+        """Alter each whole value that has followed its commit, and all sums ahead of a merge."""
+        wholes = {commit.whole.key for commit in self.ledger.commits.values() if commit.whole is not None}
+        for key in sorted((wholes | self.ledger.partials.keys()) - self.ledger.spoilt):
+            if self.cluster.store.get(key) is not None:
+                self._spoil_object(key, "alter")
         if self.cluster.now_s < until_s:
-            self.cluster.at(0.2, lambda: self._spoil_wholes(until_s))
+            self.cluster.at(0.2, lambda: self._spoil_extras(until_s))
 
     def _spoil_object(self, key: str, how: str) -> None:
         self.ledger.spoilt.add(key)

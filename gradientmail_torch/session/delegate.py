@@ -1,0 +1,117 @@
+"""Sums the contributions of groups ahead of a merge, where a round has more than one learner should read.
+
+Without this the syncer of a fragment reads all N contributions of a round. Where the commit before had more than
+``fan_in`` contributors, learners fall into groups of about that many, by a hash of their IDs, which all compute alike.
+One of each group reads the others' contributions and leaves their weighted sum. The syncer reads the sums, and by
+themselves those contributions that are in none, so a delegate that dies or sleeps costs no more than the reading of
+its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from uuid import uuid4
+
+from gradientmail_torch import keys
+from gradientmail_torch.algorithms.algorithm import Algorithm
+from gradientmail_torch.algorithms.merge import Method, Sums, summed
+from gradientmail_torch.algorithms.quorum import delegate_order, group_of, groups_ahead
+from gradientmail_torch.clock import Clock
+from gradientmail_torch.messages import Partial, encode
+from gradientmail_torch.session.closing_round import ClosingRound, Own
+from gradientmail_torch.session.lease import Peer
+from gradientmail_torch.session.partials import read_partial
+from gradientmail_torch.session.replica import Fragment, Replica
+from gradientmail_torch.session.run import Run
+
+GRACE_SHARE = 0.5
+"""A group waits for its members for this part of the round's grace, so that the sum is there when the round closes."""
+
+
+class Delegate:
+    """Sums its group's contributions when that falls to it."""
+
+    def __init__(self, run: Run, replica: Replica, algorithm: Algorithm, life: keys.Life, *, clock: Clock) -> None:
+        self._run = run
+        self._replica = replica
+        self._algorithm = algorithm
+        self._life = life
+        self._clock = clock
+        self._done: dict[int, int] = {}
+        """By fragment, the newest version whose group this learner has seen to."""
+        self.seconds = 0.0
+        """Moving average of the time that this learner takes to sum up a group."""
+
+    def consider(
+        self, fragment: Fragment, version: int, contributors: frozenset[str], peers: Mapping[str, Peer], *, waited_enough: bool
+    ) -> bool:
+        """Sum up this learner's group of the round that leads to ``version``, if it is time and its turn.
+
+        It is time when all of the group that may come are in the round, or it has ``waited_enough``. True when
+        something was done, so that what is known of the round is old.
+        """
+        with self._replica.lock:
+            before = fragment.recent if fragment.known == version - 1 else frozenset()
+        groups = groups_ahead(len(before), self._algorithm.fan_in)
+        if not groups or self._life.learner_id not in contributors or self._done.get(fragment.index, 0) >= version:
+            return False
+        run = self._run.manifest.nonce
+        group = group_of(run, self._life.learner_id, groups)
+        members = frozenset(i for i in contributors if group_of(run, i, groups) == group)
+        expected = {i for i in before if _may_come(peers.get(i)) and group_of(run, i, groups) == group}
+        if len(members) < 2 or not (waited_enough or expected <= members):
+            return False
+        alive = {i: peers[i].beat.uplink if i in peers else 0.0 for i in members if i not in peers or peers[i].live}
+        alive.setdefault(self._life.learner_id, 0.0)
+        if delegate_order(run, fragment.index, version, alive)[0] != self._life.learner_id:
+            return False
+        self._done[fragment.index] = version
+        self._sum_up(fragment, version, group, members, self._algorithm.merge_method(len(before)))
+        return True
+
+    def _sum_up(self, fragment: Fragment, version: int, group: int, members: Collection[str], method: Method) -> None:
+        began = self._clock.monotonic()
+        key = keys.partial(fragment.index, version, group)
+        with self._replica.lock:
+            if fragment.known != version - 1:
+                return
+            before, pending = fragment.newest_values(), fragment.pending
+        if self._run.mailbox.get(key, length=0) is not None:
+            return
+        own = Own(pending.record, pending.delta) if pending and pending.record and pending.delta else None
+        closing = ClosingRound(self._run, fragment.index, version, before, own, members=members)
+        sums = summed(closing.contributions(), fragment.specs, method)
+        if len(closing.merged) < 2:
+            return
+        self._publish(key, fragment, version, group, closing, method, sums)
+        taken = self._clock.monotonic() - began
+        self.seconds = taken if self.seconds == 0 else 0.8 * self.seconds + 0.2 * taken
+
+    def _publish(self, key: str, fragment: Fragment, version: int, group: int, closing: ClosingRound, method: Method, sums: Sums) -> None:
+        """Data first, then the record. Whoever loses the race deletes its data after it has read the winner's record."""
+        nonce = uuid4().hex
+        where = keys.data(fragment.index, version, self._life.learner_id, nonce, "partial")
+        data, _ = self._run.publish(where, sums.tensors, fragment.specs, "fp32")
+        record = Partial(
+            nonce=nonce,
+            fragment=fragment.index,
+            version=version,
+            group=group,
+            by=self._life.learner_id,
+            generation=self._life.generation,
+            method=method,
+            merged=tuple(closing.merged.values()),
+            left_out=tuple(closing.left_out.values()),
+            radii=tuple(sums.radii),
+            data=data,
+        )
+        if self._run.mailbox.put_if_absent(key, encode(record)):
+            return
+        winner = read_partial(self._run, key)
+        if winner is not None and winner.nonce != nonce:
+            self._run.mailbox.delete(where)
+
+
+def _may_come(peer: Peer | None) -> bool:
+    """Whether a learner that was in the commit before may contribute again; one that is not watched may."""
+    return peer is None or (peer.live and peer.beat.state == "training")

@@ -1,0 +1,118 @@
+"""What a syncer reads of contributions that were summed ahead: untrusted, and passed over where it cannot be right.
+
+Their contributions are then read one by one, as if nobody had summed them; see :mod:`.delegate`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from gradientmail_torch import keys
+from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Method, Sums, directions_are_merged, vector_norm
+from gradientmail_torch.algorithms.quorum import group_of
+from gradientmail_torch.errors import CorruptObject
+from gradientmail_torch.messages import Partial, TensorSpec, read
+from gradientmail_torch.session.run import Run
+
+log = logging.getLogger(__name__)
+
+
+def all_are_summed(run: Run, fragment: int, version: int, contributors: Collection[str], groups: int) -> bool:
+    """Whether there is a record for each group that is worth one."""
+    members = Counter(group_of(run.manifest.nonce, learner_id, groups) for learner_id in contributors)
+    there = {*run.mailbox.list(keys.partial_prefix(fragment, version))}
+    return {keys.partial(fragment, version, group) for group, count in members.items() if count > 1} <= there
+
+
+def read_partials(run: Run, fragment: int, version: int, groups: int, method: Method) -> list[Partial]:
+    """The records of groups that were summed ahead; those that do not hold are passed over, and their members read."""
+    found = []
+    for group in range(groups):
+        key = keys.partial(fragment, version, group)
+        partial = read_partial(run, key)
+        if partial is None:
+            continue
+        problem = _problem(run, partial, (fragment, version, group), groups, method)
+        if problem:
+            log.warning("the sums %r are passed over: %s", key, problem)
+        else:
+            found.append(partial)
+    return found
+
+
+def read_partial(run: Run, key: str) -> Partial | None:
+    try:
+        return read(run.mailbox, Partial, key)
+    except CorruptObject as error:
+        log.warning("the sums are passed over: %s", error)
+        return None
+
+
+def _problem(run: Run, partial: Partial, where: tuple[int, int, int], groups: int, method: Method) -> str:
+    if (partial.fragment, partial.version, partial.group) != where:
+        return "they are those of another round or group"
+    if partial.method != method:
+        return f"they were made for {partial.method!r}, not {method!r}"
+    if len(partial.radii) != len(run.layout[partial.fragment]):
+        return f"they state {len(partial.radii)} radii for {len(run.layout[partial.fragment])} tensors"
+    if partial.data.key != keys.data(partial.fragment, partial.version, partial.by, partial.nonce, "partial"):
+        return f"their data {partial.data.key!r} is not in its place"
+    nonces = [merged.nonce for merged in partial.merged]
+    if nonces != sorted({*nonces}) or len({merged.learner_id for merged in partial.merged}) < len(nonces):
+        return "they name a contribution twice, or out of order"
+    for merged in partial.merged:
+        if group_of(run.manifest.nonce, merged.learner_id, groups) != partial.group:
+            return f"{merged.learner_id!r} is in another group"
+        if not merged.steps or merged.weight <= 0 or merged.weight != merged.samples * (merged.samples / merged.steps):
+            return f"the weight of {merged.learner_id!r} is not that of its samples and steps"
+        if not keys.is_delta_of(merged.data.key, partial.fragment, merged.learner_id, merged.nonce):
+            return f"the data of {merged.learner_id!r} is not in its place"
+    return ""
+
+
+def load_sums(run: Run, partial: Partial, sizes: Sequence[float]) -> Sums | None:
+    """The sums that a sound record names; None, with a warning, where they are gone or cannot be right.
+
+    ``sizes`` are, by tensor, the norms that contributions are held against.
+    """
+    specs = run.layout[partial.fragment]
+    try:
+        tensors = run.tensors(partial.data, specs)
+        problem = "their data is gone" if tensors is None else ""
+    except CorruptObject as error:
+        tensors, problem = None, str(error)
+    if tensors is not None:
+        sums = _as_sums(partial, tensors)
+        problem = _unsound(sums, specs, partial.method, sizes)
+        if not problem:
+            return sums
+    log.warning("the sums of %s for fragment %d, version %d are passed over: %s", partial.by, partial.fragment, partial.version, problem)
+    return None
+
+
+def _as_sums(partial: Partial, tensors: list[Tensor]) -> Sums:
+    weights = [merged.weight for merged in partial.merged]
+    total = 0.0
+    for weight in weights:
+        total += weight / weights[0]
+    return Sums(unit=weights[0], total=total, heaviest=max(weights), tensors=tensors, radii=[*partial.radii])
+
+
+def _unsound(sums: Sums, specs: Sequence[TensorSpec], method: str, sizes: Sequence[float]) -> str:
+    for tensor, radius, spec, size in zip(sums.tensors, sums.radii, specs, sizes, strict=True):
+        norm = vector_norm(tensor) if spec.floating else 0.0
+        if not math.isfinite(norm):
+            return f"tensor {spec.name!r} is not finite"
+        if spec.kind != "parameter":
+            continue
+        directional = method == "rda" and directions_are_merged(spec, "rda")
+        if norm > sums.total * (1.01 if directional else OUT_OF_PROPORTION * size):
+            return f"tensor {spec.name!r} is out of all proportion to its contributions"
+        if radius > OUT_OF_PROPORTION * size * sums.total:
+            return f"tensor {spec.name!r} would move out of all proportion to its norm"
+    return ""
