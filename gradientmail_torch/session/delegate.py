@@ -15,12 +15,11 @@ from uuid import uuid4
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.algorithm import Algorithm
 from gradientmail_torch.algorithms.merge import Method, Sums, summed
-from gradientmail_torch.algorithms.quorum import delegate_order, group_of, groups_ahead
-from gradientmail_torch.clock import Clock
+from gradientmail_torch.algorithms.quorum import group_of, groups_ahead
 from gradientmail_torch.messages import Partial, encode
 from gradientmail_torch.session.closing_round import ClosingRound, Own
 from gradientmail_torch.session.lease import Peer
-from gradientmail_torch.session.partials import read_partial
+from gradientmail_torch.session.partials import delegate_of, read_partial
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.run import Run
 
@@ -31,16 +30,13 @@ GRACE_SHARE = 0.5
 class Delegate:
     """Sums its group's contributions when that falls to it."""
 
-    def __init__(self, run: Run, replica: Replica, algorithm: Algorithm, life: keys.Life, *, clock: Clock) -> None:
+    def __init__(self, run: Run, replica: Replica, algorithm: Algorithm, life: keys.Life) -> None:
         self._run = run
         self._replica = replica
         self._algorithm = algorithm
         self._life = life
-        self._clock = clock
         self._done: dict[int, int] = {}
         """By fragment, the newest version whose group this learner has seen to."""
-        self.seconds = 0.0
-        """Moving average of the time that this learner takes to sum up a group."""
 
     def consider(
         self, fragment: Fragment, version: int, contributors: frozenset[str], peers: Mapping[str, Peer], *, waited_enough: bool
@@ -61,16 +57,13 @@ class Delegate:
         expected = {i for i in before if _may_come(peers.get(i)) and group_of(run, i, groups) == group}
         if len(members) < 2 or not (waited_enough or expected <= members):
             return False
-        alive = {i: peers[i].beat.uplink if i in peers else 0.0 for i in members if i not in peers or peers[i].live}
-        alive.setdefault(self._life.learner_id, 0.0)
-        if delegate_order(run, fragment.index, version, alive)[0] != self._life.learner_id:
+        if delegate_of(self._run, fragment.index, version, members, peers) != self._life.learner_id:
             return False
         self._done[fragment.index] = version
         self._sum_up(fragment, version, group, members, self._algorithm.merge_method(len(before)))
         return True
 
     def _sum_up(self, fragment: Fragment, version: int, group: int, members: Collection[str], method: Method) -> None:
-        began = self._clock.monotonic()
         key = keys.partial(fragment.index, version, group)
         with self._replica.lock:
             if fragment.known != version - 1:
@@ -84,8 +77,6 @@ class Delegate:
         if len(closing.merged) < 2:
             return
         self._publish(key, fragment, version, group, closing, method, sums)
-        taken = self._clock.monotonic() - began
-        self.seconds = taken if self.seconds == 0 else 0.8 * self.seconds + 0.2 * taken
 
     def _publish(self, key: str, fragment: Fragment, version: int, group: int, closing: ClosingRound, method: Method, sums: Sums) -> None:
         """Data first, then the record. Whoever loses the race deletes its data after it has read the winner's record."""

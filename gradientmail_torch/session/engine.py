@@ -91,7 +91,7 @@ class Engine:
             run,
             replica,
             algorithm,
-            Delegate(run, replica, algorithm, life, clock=clock),
+            Delegate(run, replica, algorithm, life),
             merger,
             life,
             settings=settings,

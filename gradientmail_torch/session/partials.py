@@ -7,26 +7,40 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Method, Sums, directions_are_merged, vector_norm
-from gradientmail_torch.algorithms.quorum import group_of
+from gradientmail_torch.algorithms.quorum import delegate_order, group_of
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.messages import Partial, TensorSpec, read
+from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.session.run import Run
 
 log = logging.getLogger(__name__)
 
 
-def all_are_summed(run: Run, fragment: int, version: int, contributors: Collection[str], groups: int) -> bool:
-    """Whether there is a record for each group that is worth one."""
-    members = Counter(group_of(run.manifest.nonce, learner_id, groups) for learner_id in contributors)
+def delegate_of(run: Run, fragment: int, version: int, members: Iterable[str], peers: Mapping[str, Peer]) -> str:
+    """Who of a group's members in a round is to sum it up, as far as one knows; empty when all seem dead.
+
+    The same for all who see the same; where two disagree, the sums of the first count.
+    """
+    alive = {i: peers[i].beat.uplink if i in peers else 0.0 for i in members if i not in peers or peers[i].live}
+    return next(iter(delegate_order(run.manifest.nonce, fragment, version, alive)), "")
+
+
+def awaited(run: Run, fragment: int, version: int, contributors: Iterable[str], groups: int, peers: Mapping[str, Peer]) -> bool:
+    """Whether a group's sum is still to come: it is not there, and who is to make it seems to be alive."""
+    members: dict[int, list[str]] = {}
+    for learner_id in contributors:
+        members.setdefault(group_of(run.manifest.nonce, learner_id, groups), []).append(learner_id)
     there = {*run.mailbox.list(keys.partial_prefix(fragment, version))}
-    return {keys.partial(fragment, version, group) for group, count in members.items() if count > 1} <= there
+    return any(
+        len(of_group) > 1 and keys.partial(fragment, version, group) not in there and delegate_of(run, fragment, version, of_group, peers)
+        for group, of_group in members.items()
+    )
 
 
 def read_partials(run: Run, fragment: int, version: int, groups: int, method: Method) -> list[Partial]:

@@ -21,7 +21,7 @@ from gradientmail_torch.session.delegate import GRACE_SHARE, Delegate
 from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.merger import Merger
-from gradientmail_torch.session.partials import all_are_summed
+from gradientmail_torch.session.partials import awaited
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.run import Run
 from gradientmail_torch.session.settings import Settings
@@ -202,11 +202,10 @@ class Syncer:
         return now - watch.quorum_at
 
     def _summed_ahead(self, fragment: Fragment, version: int, contributors: frozenset[str], groups: int, waited_s: float) -> bool:
-        """Whether the groups have been summed, or have been waited for as long as it would take to do without them."""
-        patience = max(2 * self._settings.claim_delay, 2 * self._delegate.seconds, self._merger.seconds)
-        if waited_s >= min(patience, self._settings.lease):
+        """Whether the groups have been summed, as far as those who are to do it are alive, or have had their time."""
+        if waited_s >= self._settings.merge_timeout / 2:
             return True
-        return all_are_summed(self._run, fragment.index, version, contributors, groups)
+        return not awaited(self._run, fragment.index, version, contributors, groups, self._membership.peers)
 
     def _itself(self) -> frozenset[str]:
         """This learner, unless it is leaving: it knows better than its own beat, which it may not have seen yet."""

@@ -30,7 +30,7 @@ CAUGHT = {
     "decides_by_learner_id": (105, Invariant.BOOKS),
     "skips_rounds_unread": (48, Invariant.BOOKS),
     "keeps_the_rejected": (133, Invariant.BOOKS),
-    "too_old_is_lost": (0, Invariant.BOOKS),
+    "too_old_is_lost": (3, Invariant.BOOKS),
     "closes_after_one_commit": (0, Invariant.COMPLETE),
     "own_silence_is_death": (24, Invariant.SILENCE),
     "only_the_first_claims": (4, Invariant.ENDS),
