@@ -5,6 +5,8 @@ Ranks here are node-local. Nothing of this ever crosses to another node; between
 
 from __future__ import annotations
 
+import atexit
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from gradientmail_torch.lightning.signals import Preempted
 
 T = TypeVar("T")
 
+TAKE_APART_S = 5.0
 ASK_EVERY_S = 2.0
 """How often a waiting rank 0 gives the others a sign of life and hears whether one of them was told to stop."""
 
@@ -111,6 +114,25 @@ class Group:
             return self.any(flag())[0]
 
         return ask
+
+
+def end_with_the_process() -> None:
+    """Take the process group apart at the end of the process, which Lightning does for NCCL alone.
+
+    A thread of gloo's that is still there when the interpreter ends aborts the process, so that the exit code of a
+    node that was told to stop is lost (seen with torch 2.13).
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+        atexit.unregister(_take_apart)
+        atexit.register(_take_apart)
+
+
+def _take_apart() -> None:
+    """Within ``TAKE_APART_S``: where another rank is stuck in a collective of its own, this would not end."""
+    if dist.is_initialized():
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(TAKE_APART_S)
 
 
 def _as_here(name: str, text: str) -> BaseException:

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.strategy import Strategy
 from gradientmail_torch.algorithms import Algorithm, DecoupledDiLoCo
 from gradientmail_torch.errors import ConfigError
 from gradientmail_torch.lightning.companion import Companion, companion_of
-from gradientmail_torch.lightning.group import Group
+from gradientmail_torch.lightning.group import Group, end_with_the_process
 from gradientmail_torch.lightning.launch import check_launch
 from gradientmail_torch.lightning.participation import MailboxLike, Participation
 from gradientmail_torch.lightning.seeding import learner_seed
@@ -132,6 +132,7 @@ class _MailboxMixin(Strategy):
     def setup_environment(self) -> None:
         self._check_launch()
         super().setup_environment()
+        end_with_the_process()
         trainer = self._lightning_module._trainer if self._lightning_module is not None else None
         if trainer is None or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
