@@ -103,6 +103,15 @@ class RetryingMailbox:
 
     def _retry(self, operation: Callable[[], T]) -> T:
         began = self._clock.monotonic()
+        try:
+            return operation()  # nearly always that is all: a listing comes here for each of its keys
+        except MailboxUnavailable as error:
+            failed: list[MailboxUnavailable] = [error]
+
+        def attempt() -> T:
+            if failed:
+                raise failed.pop()
+            return operation()
 
         def wait(state: tenacity.RetryCallState) -> float:
             ceiling = min(self._longest_wait_s, self._first_wait_s * 2.0 ** (state.attempt_number - 1))
@@ -114,7 +123,7 @@ class RetryingMailbox:
             wait=wait,
             sleep=self._clock.sleep,
             reraise=True,
-        )(operation)
+        )(attempt)
 
 
 def _rewinder(body: Body) -> Callable[[], object]:
