@@ -108,6 +108,7 @@ class ClosingRound:
 
     def _read_records(self, listed: Mapping[str, str]) -> dict[str, Contribution]:
         found: dict[str, Contribution] = {}
+        nonces = {*self.merged}
         for learner_id, key in listed.items():
             try:
                 record = read(self._run.mailbox, Contribution, key)
@@ -117,17 +118,18 @@ class ClosingRound:
                 continue
             if record is None:
                 continue
-            problem = self._problem(record, learner_id, found)
+            problem = self._problem(record, learner_id, nonces)
             if problem:
                 self._leave_out(key, record.nonce, learner_id, problem)
             else:
                 found[key] = record
+                nonces.add(record.nonce)
         return dict(sorted(found.items(), key=lambda item: item[1].nonce))
 
-    def _problem(self, record: Contribution, learner_id: str, found: dict[str, Contribution]) -> str:
+    def _problem(self, record: Contribution, learner_id: str, taken: Collection[str]) -> str:
         if record.learner_id != learner_id:
             return f"its record is that of {record.learner_id!r}"
-        if record.nonce in self.merged or any(other.nonce == record.nonce for other in found.values()):
+        if record.nonce in taken:
             return "its nonce is that of another contribution"
         if len(record.norms) != len(self._specs):
             return f"it states {len(record.norms)} norms for {len(self._specs)} tensors"
