@@ -15,16 +15,19 @@ from uuid import uuid4
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.algorithm import Algorithm
 from gradientmail_torch.algorithms.merge import Method, Sums, summed
-from gradientmail_torch.algorithms.quorum import group_of, groups_ahead
+from gradientmail_torch.algorithms.quorum import delegate_order, group_of, groups_ahead
 from gradientmail_torch.messages import Partial, encode
 from gradientmail_torch.session.closing_round import ClosingRound, Own
 from gradientmail_torch.session.lease import Peer
-from gradientmail_torch.session.partials import delegate_of, read_partial
+from gradientmail_torch.session.partials import delegate_of, read_partial, uplinks
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.run import Run
 
 GRACE_SHARE = 0.5
 """A group waits for its members for this part of the round's grace, so that the sum is there when the round closes."""
+LOOKING = 2
+"""Members of a group that look who has contributed where not all do: the first in the order may not have. As many more
+join them in each lease that passes."""
 
 
 class Delegate:
@@ -37,6 +40,8 @@ class Delegate:
         self._life = life
         self._done: dict[int, int] = {}
         """By fragment, the newest version whose group this learner has seen to."""
+        self._places: dict[int, tuple[int, int]] = {}
+        """By fragment, a version and this learner's place for it, since finding it takes a while."""
 
     def consider(
         self, fragment: Fragment, version: int, contributors: frozenset[str], peers: Mapping[str, Peer], *, waited_enough: bool
@@ -46,15 +51,14 @@ class Delegate:
         It is time when all of the group that may come are in the round, or it has ``waited_enough``. True when
         something was done, so that what is known of the round is old.
         """
-        with self._replica.lock:
-            before = fragment.recent if fragment.known == version - 1 else frozenset()
+        before = self._before(fragment, version)
         groups = groups_ahead(len(before), self._algorithm.fan_in)
         if not groups or self._life.learner_id not in contributors or self._done.get(fragment.index, 0) >= version:
             return False
         run = self._run.manifest.nonce
         group = group_of(run, self._life.learner_id, groups)
         members = frozenset(i for i in contributors if group_of(run, i, groups) == group)
-        expected = {i for i in before if _may_come(peers.get(i)) and group_of(run, i, groups) == group}
+        expected = self._expected(before, group, groups, peers)
         if len(members) < 2 or not (waited_enough or expected <= members):
             return False
         if delegate_of(self._run, fragment.index, version, members, peers) != self._life.learner_id:
@@ -62,6 +66,33 @@ class Delegate:
         self._done[fragment.index] = version
         self._sum_up(fragment, version, group, members, self._algorithm.merge_method(len(before)))
         return True
+
+    def place(self, fragment: Fragment, version: int, peers: Mapping[str, Peer]) -> int | None:
+        """This learner's place among those of its group who may be in the round, or None where nothing is to be summed up.
+
+        It goes by who was in the commit before, as seen when this is first asked for.
+        """
+        before = self._before(fragment, version)
+        groups = groups_ahead(len(before), self._algorithm.fan_in)
+        if not groups or self._done.get(fragment.index, 0) >= version:
+            return None
+        of_version, place = self._places.get(fragment.index, (0, 0))
+        if of_version != version:
+            run, me = self._run.manifest.nonce, self._life.learner_id
+            expected = self._expected(before, group_of(run, me, groups), groups, peers) | {me}
+            place = delegate_order(run, fragment.index, version, uplinks(expected, peers)).index(me)
+            self._places[fragment.index] = version, place
+        return place
+
+    def _before(self, fragment: Fragment, version: int) -> frozenset[str]:
+        """Who contributed to the version before."""
+        with self._replica.lock:
+            return fragment.recent if fragment.known == version - 1 else frozenset()
+
+    def _expected(self, before: frozenset[str], group: int, groups: int, peers: Mapping[str, Peer]) -> set[str]:
+        """Members of a group that may contribute, as far as one knows."""
+        run = self._run.manifest.nonce
+        return {i for i in before if _may_come(peers.get(i)) and group_of(run, i, groups) == group}
 
     def _sum_up(self, fragment: Fragment, version: int, group: int, members: Collection[str], method: Method) -> None:
         key = keys.partial(fragment.index, version, group)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from gradientmail_torch import keys
+from gradientmail_torch.algorithms.adoption import Outcome
 from gradientmail_torch.algorithms.algorithm import Algorithm, Pace
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import GradientMailError
@@ -26,6 +28,7 @@ from gradientmail_torch.session.merger import Merger
 from gradientmail_torch.session.publisher import Publisher
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.retention import Retention
+from gradientmail_torch.session.round_listing import is_large
 from gradientmail_torch.session.run import Run
 from gradientmail_torch.session.settings import Settings
 from gradientmail_torch.session.syncer import Signals, Syncer
@@ -62,6 +65,7 @@ class Engine:
             keep_seconds=settings.keep_seconds,
             last_whole=algorithm.last_whole,
             live=self._membership.live,
+            large=lambda: is_large(len(self._membership.peers), len(replica.fragments)),
             clock=clock,
         )
         self.publisher = Publisher(
@@ -172,3 +176,6 @@ class Engine:
         self._retention.note(fragment.index, fragment.known)
         self.wake("publisher")
         self._attend()
+        pending = fragment.pending
+        if pending is not None and pending.outcome is not Outcome.OPEN:
+            self._retention.settled(keys.contribution(fragment.index, pending.version, self._membership.life.learner_id))

@@ -27,8 +27,13 @@ def delegate_of(run: Run, fragment: int, version: int, members: Iterable[str], p
 
     The same for all who see the same; where two disagree, the sums of the first count.
     """
-    alive = {i: peers[i].beat.uplink if i in peers else 0.0 for i in members if i not in peers or peers[i].live}
+    alive = uplinks((i for i in members if i not in peers or peers[i].live), peers)
     return next(iter(delegate_order(run.manifest.nonce, fragment, version, alive)), "")
+
+
+def uplinks(learners: Iterable[str], peers: Mapping[str, Peer]) -> dict[str, float]:
+    """What is known of them; 0 of those that are not watched."""
+    return {i: peers[i].beat.uplink if i in peers else 0.0 for i in learners}
 
 
 def awaited(run: Run, fragment: int, version: int, contributors: Iterable[str], groups: int, peers: Mapping[str, Peer]) -> bool:

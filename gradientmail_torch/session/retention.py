@@ -31,14 +31,17 @@ class Retention:
         keep_seconds: float,
         last_whole: Callable[[int], int],
         live: Callable[[], Collection[str]],
+        large: Callable[[], bool],
         clock: Clock,
     ) -> None:
         """``last_whole`` gives the newest version up to a given one whose commit holds the whole fragment.
 
-        ``live`` gives the learners that may be about to record what they have uploaded.
+        ``live`` gives the learners that may be about to record what they have uploaded. ``large`` tells whether the run
+        has so many that each removes its own record, all at the same time: one after the other would take its syncer long.
         """
         self._run = run
         self._live = live
+        self._large = large
         self._last_whole = last_whole
         self._keep = keep
         self._keep_seconds = keep_seconds
@@ -63,10 +66,17 @@ class Retention:
         self.note(fragment, version)
         if self._keep is None:
             return
+        their_own = self._live() if self._large() else ()
         for key in records:
-            self._run.mailbox.delete(key)
+            if not (key.startswith(keys.ROUNDS) and keys.last_segment(key) in their_own):
+                self._run.mailbox.delete(key)
         if version % self._keep == 0:
             self.sweep(fragment, version)
+
+    def settled(self, record: str) -> None:
+        """A commit has said what becomes of the contribution of this learner with that record."""
+        if self._keep is not None and self._large():
+            self._run.mailbox.delete(record)
 
     def sweep(self, fragment: int, newest: int) -> int:
         """Delete what is older than the bound; returns the number of objects."""

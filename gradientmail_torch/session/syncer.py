@@ -1,30 +1,30 @@
 """Watches open rounds, and has those merged whose turn is this learner's. Every learner can be the syncer.
 
-Claims only save double work: a superseded owner may finish, and correctness rests on a commit being created once
-and never deleted.
+In a large run a learner looks only at what may concern it: which rounds call it, and who is in those that it may be
+about to merge, or to sum up its group of. What it pays so does not grow with the number of learners.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from uuid import uuid4
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.algorithm import Algorithm, Pace
-from gradientmail_torch.algorithms.quorum import RoundView, closes, groups_ahead, merge_order, quorum_reached, waited_for
+from gradientmail_torch.algorithms.quorum import RoundView, closes, groups_ahead, quorum_reached, waited_for
 from gradientmail_torch.clock import Clock
-from gradientmail_torch.errors import CorruptObject, InvalidName
-from gradientmail_torch.messages import Claim, encode, read
-from gradientmail_torch.session.delegate import GRACE_SHARE, Delegate
+from gradientmail_torch.errors import InvalidName
+from gradientmail_torch.session.delegate import GRACE_SHARE, LOOKING, Delegate
 from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.merger import Merger
 from gradientmail_torch.session.partials import awaited
 from gradientmail_torch.session.replica import Fragment, Replica
+from gradientmail_torch.session.round_listing import contributions, is_large, opened_rounds
 from gradientmail_torch.session.run import Run
 from gradientmail_torch.session.settings import Settings
+from gradientmail_torch.session.turns import Turn, Turns
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +33,8 @@ log = logging.getLogger(__name__)
 class _Watch:
     """What this learner has seen of one open round, by its own clock."""
 
+    turn: Turn
     quorum_at: float | None = None
-    free_since: float | None = None
-    """Since when the round could be merged and nobody who is alive has claimed it."""
-    attempt: int = 1
-    """Number of the next claim."""
-    claim: Claim | None = None
-    """The last claim."""
-    claim_at: float = 0.0
     warned_at: float | None = None
     void: frozenset[str] = frozenset()
     """Contributors whose record turned out to be none."""
@@ -85,15 +79,17 @@ class Syncer:
         self._membership = membership
         self._pace = pace
         self._signals = signals
+        self._turns = Turns(run, life, settings=settings, clock=clock)
         self._watches: dict[tuple[int, int], _Watch] = {}
         self._quiet_ticks = 0
         self._last_listing: list[str] = []
         self.open_rounds: dict[tuple[int, int], frozenset[str]] = {}
-        """Contributors of the open rounds as last listed, by fragment and version."""
+        """Contributors of the open rounds as last listed, by fragment and version; not all of them in a large run."""
 
     def tick(self) -> float:
         recorded = self._own_records()
-        listing = self._list_rounds()
+        near = self._near(recorded) if self._is_large() else None
+        listing = self._list_all() if near is None else self._list_some(near, recorded)
         rounds = self._note(listing)
         for (index, version), contributors in rounds.items():
             fragment = self._replica.fragments[index]
@@ -103,17 +99,22 @@ class Syncer:
             elif version == fragment.known + 1:
                 if contributors - {self._life.learner_id} and self._replica.call(fragment, version):
                     self._signals.called()
-                self._consider(fragment, version, contributors)
+                watch = self._watch(index, version)
+                if near is None or (index, version) in near:
+                    self._consider(fragment, version, contributors, watch)
         for fragment, version in recorded:
             if version == fragment.known + 1 and self._life.learner_id not in rounds.get((fragment.index, version), ()):
                 self._miss_own_record(fragment, version)
         self._watches = {key: watch for key, watch in self._watches.items() if key in rounds}
         return self._pause(listing)
 
+    def _watch(self, index: int, version: int) -> _Watch:
+        return self._watches.setdefault((index, version), _Watch(Turn(self._clock.monotonic())))
+
     def _own_records(self) -> list[tuple[Fragment, int]]:
-        """The rounds in which this learner has recorded a contribution."""
+        """The open rounds in which this learner has recorded a contribution."""
         pending = [(fragment, fragment.pending) for fragment in self._replica.fragments]
-        return [(fragment, each.version) for fragment, each in pending if each is not None and each.recorded]
+        return [(f, each.version) for f, each in pending if each is not None and each.recorded and each.version == f.known + 1]
 
     def _miss_own_record(self, fragment: Fragment, version: int) -> None:
         """It was swept away with a commit, or somebody has deleted it: then it is made again."""
@@ -126,7 +127,11 @@ class Syncer:
                 fragment.pending.recorded = False
         self._signals.lost()
 
-    def _list_rounds(self) -> list[str]:
+    def _is_large(self) -> bool:
+        """Whether there is too much to list for any but those who are leaving: they have to see all rounds."""
+        return self._membership.state != "leaving" and is_large(len(self._membership.peers), len(self._replica.fragments))
+
+    def _list_all(self) -> list[str]:
         """One listing of all fragments, or of each where that would turn up every record that was ever made."""
         fragments = self._replica.fragments
         if len(fragments) > 1 and self._settings.keep is not None:
@@ -136,6 +141,27 @@ class Syncer:
             prefix = keys.round_prefix(fragment.index)
             listing.extend(self._run.mailbox.list(prefix, after=keys.round_prefix(fragment.index, fragment.known + 1)))
         return listing
+
+    def _near(self, recorded: Collection[tuple[Fragment, int]]) -> list[tuple[int, int]]:
+        """The rounds that this learner may be about to merge, or to sum up its group of."""
+        now, live = self._clock.monotonic(), self._live_peers()
+        near = set()
+        for fragment, version in recorded:
+            place = self._delegate.place(fragment, version, self._membership.peers)
+            seen_s = now - self._watch(fragment.index, version).turn.seen_at
+            if place is not None and seen_s >= place // LOOKING * self._settings.lease:
+                near.add((fragment.index, version))
+        near |= {place for place, watch in self._watches.items() if self._turns.may_have_come(*place, watch.turn, live)}
+        return sorted(near)
+
+    def _list_some(self, near: Collection[tuple[int, int]], recorded: Collection[tuple[Fragment, int]]) -> list[str]:
+        """Who is in the rounds that are ``near``, and which rounds call this learner; elsewhere it takes itself to be in."""
+        uncalled = {f.index: f.known for f in self._replica.fragments if f.pending is None and not f.called}
+        listing = opened_rounds(self._run.mailbox, uncalled)
+        for place in near:
+            listing += contributions(self._run.mailbox, *place)
+        elsewhere = {*self._watches, *((fragment.index, version) for fragment, version in recorded)}.difference(near)
+        return listing + [keys.contribution(*place, self._life.learner_id) for place in sorted(elsewhere)]
 
     def _note(self, listing: list[str]) -> dict[tuple[int, int], frozenset[str]]:
         """The rounds in a listing that are open as far as this learner knows."""
@@ -166,10 +192,8 @@ class Syncer:
 
     # --- deciding --------------------------------------------------------------------------------------
 
-    def _consider(self, fragment: Fragment, version: int, contributors: frozenset[str]) -> None:
-        now = self._clock.monotonic()
-        watch = self._watches.setdefault((fragment.index, version), _Watch())
-        live = {learner_id: peer for learner_id, peer in self._membership.peers.items() if peer.live}
+    def _consider(self, fragment: Fragment, version: int, contributors: frozenset[str], watch: _Watch) -> None:
+        now, live = self._clock.monotonic(), self._live_peers()
         training = frozenset(i for i, peer in live.items() if peer.beat.state == "training")
         listed = contributors
         if not training <= contributors:  # once all are in it, nobody is left to come
@@ -188,10 +212,14 @@ class Syncer:
             return
         if not closes(view, since_quorum_s=waited_s, grace_s=grace_s):
             return
-        if self._turn(fragment, version, watch, live, now) and self._claim(fragment, version, watch):
+        turn = watch.turn
+        if self._turns.has_come(fragment.index, version, turn, live, now) and self._turns.claim(fragment.index, version, turn):
             groups = groups_ahead(len(fragment.recent), self._algorithm.fan_in)
-            if not groups or self._summed_ahead(fragment, version, contributors, groups, now - watch.claim_at):
+            if not groups or self._summed_ahead(fragment, version, contributors, groups, now - turn.claim_at):
                 watch.void |= self._merger.merge(fragment, version, watch.void, groups=groups)
+
+    def _live_peers(self) -> dict[str, Peer]:
+        return {learner_id: peer for learner_id, peer in self._membership.peers.items() if peer.live}
 
     def _since_quorum_s(self, view: RoundView, watch: _Watch, now: float) -> float | None:
         """For how long the round has had its quorum; None below it."""
@@ -213,49 +241,6 @@ class Syncer:
 
     def _grace_s(self) -> float:
         return self._algorithm.grace_s(replace(self._pace(), merge_seconds=self._merger.seconds))
-
-    def _turn(self, fragment: Fragment, version: int, watch: _Watch, live: Mapping[str, Peer], now: float) -> bool:
-        """Whether it is this learner's turn: the k-th in the order waits k × ``claim_delay`` for those before it."""
-        uplinks = {learner_id: peer.beat.uplink for learner_id, peer in live.items() if peer.beat.state != "joining"}
-        uplinks.setdefault(self._life.learner_id, 0.0)
-        if watch.claim is not None:
-            if self._is_ours(watch.claim):
-                return True  # an attempt of ours that was cut short
-            if watch.free_since is None and not self._is_stale(watch.claim, watch.claim_at, live, now):
-                return False
-            uplinks.pop(watch.claim.learner_id, None)
-            uplinks.setdefault(self._life.learner_id, 0.0)
-        watch.free_since = now if watch.free_since is None else watch.free_since
-        order = merge_order(self._run.manifest.nonce, fragment.index, version, uplinks)
-        return now - watch.free_since >= order.index(self._life.learner_id) * self._settings.claim_delay
-
-    def _claim(self, fragment: Fragment, version: int, watch: _Watch) -> bool:
-        """Claim the round; False when another has claimed it first."""
-        if watch.claim is not None and self._is_ours(watch.claim):
-            return True
-        key = keys.claim(fragment.index, version, watch.attempt)
-        mine = Claim(nonce=uuid4().hex, learner_id=self._life.learner_id, generation=self._life.generation)
-        won = self._run.mailbox.put_if_absent(key, encode(mine))
-        watch.claim = mine if won else self._read_claim(key)
-        watch.claim_at, watch.free_since = self._clock.monotonic(), None
-        watch.attempt += 1
-        return won
-
-    def _read_claim(self, key: str) -> Claim | None:
-        try:
-            return read(self._run.mailbox, Claim, key)
-        except CorruptObject as error:
-            log.warning("a claim cannot be read and counts as void: %s", error)
-            return None
-
-    def _is_ours(self, claim: Claim) -> bool:
-        return (claim.learner_id, claim.generation) == self._life
-
-    def _is_stale(self, claim: Claim, claimed_at: float, live: Mapping[str, Peer], now: float) -> bool:
-        """Whether a claim's owner is silent or superseded, or has had ``merge_timeout`` seconds."""
-        owner = live.get(claim.learner_id)
-        gone = owner is None or owner.generation != claim.generation
-        return gone or now - claimed_at >= self._settings.merge_timeout
 
     def _warn_short(self, fragment: Fragment, version: int, view: RoundView, watch: _Watch, now: float) -> None:
         watch.warned_at = now if watch.warned_at is None else watch.warned_at

@@ -23,7 +23,7 @@ from gradientmail_torch.mailbox.watched_time import WatchedTime
 from gradientmail_torch.mailbox.wrappers import CountingMailbox, RetryingMailbox
 from gradientmail_torch.messages import Contribution
 from gradientmail_torch.patterns.barrier import Barrier
-from gradientmail_torch.session import closing_round, lease, partials, publisher, replica, syncer
+from gradientmail_torch.session import closing_round, lease, partials, publisher, replica, syncer, turns
 from gradientmail_torch.session.aligner import Aligner
 from gradientmail_torch.session.closing_round import ClosingRound
 from gradientmail_torch.session.lease import Heartbeat, Observer
@@ -35,6 +35,7 @@ from gradientmail_torch.session.retention import Retention
 from gradientmail_torch.session.run import Run
 from gradientmail_torch.session.session import Session
 from gradientmail_torch.session.syncer import Syncer
+from gradientmail_torch.session.turns import Turns
 from gradientmail_torch.session.whole_writer import WholeWriter
 from gradientmail_torch.testing.training import Invariant, Violation, simulate
 
@@ -195,18 +196,18 @@ def own_silence_is_death(patch: Patch) -> None:
 
 @bug("only the first in the order may claim a round")
 def only_the_first_claims(patch: Patch) -> None:
-    original = syncer.merge_order
+    original = turns.merge_order
 
     def merge_order(run: str, fragment: int, version: int, uplinks: Any) -> list[str]:
         first, *others = original(run, fragment, version, uplinks)
         return [first, *["nobody"] * 10**6, *others]
 
-    patch.setattr(syncer, "merge_order", merge_order)
+    patch.setattr(turns, "merge_order", merge_order)
 
 
 @bug("a claim holds for ever")
 def claims_never_end(patch: Patch) -> None:
-    patch.setattr(Syncer, "_is_stale", lambda *_: False)
+    patch.setattr(Turns, "_is_stale", lambda *_: False)
 
 
 @bug("a claim holds as long as its owner lives")
@@ -215,7 +216,7 @@ def no_merge_timeout(patch: Patch) -> None:
         owner = live.get(claim.learner_id)
         return owner is None or owner.generation != claim.generation
 
-    patch.setattr(Syncer, "_is_stale", is_stale)
+    patch.setattr(Turns, "_is_stale", is_stale)
 
 
 @bug("commits are put, not created")
@@ -422,6 +423,12 @@ def waits_for_every_sum(patch: Patch) -> None:
             return original(self, *arguments[:-1], 0.0)
 
     patch.setattr(Syncer, "_summed_ahead", summed_ahead)
+
+
+@bug("in a large run a round is taken for claimed without asking, also by who leaves")
+def takes_rounds_for_claimed(patch: Patch) -> None:
+    patch.setattr(Turns, "_seems_claimed", lambda *_: True)
+    patch.setattr(Syncer, "_is_large", lambda self: syncer.is_large(len(self._membership.peers), len(self._replica.fragments)))
 
 
 @bug("sums made ahead are put, not created")

@@ -59,6 +59,7 @@ CAUGHT = {
     "merges_sums_alone": (0, Invariant.COMPLETE),
     "sums_are_not_checked": (30, Invariant.REPLAY),
     "waits_for_every_sum": (0, Invariant.ENDS),
+    "takes_rounds_for_claimed": (109, Invariant.ENDS),
     "sums_overwrite": (120, Invariant.REPLAY),
     "weighs_by_samples": (0, Invariant.REPLAY),
     "takes_over_at_once": (1, Invariant.ONE_LIFE),
@@ -99,6 +100,7 @@ def test_the_scenarios_differ_in_all_that_can_be_set() -> None:
     assert any(learner.stuck for scenario in scenarios for learner in scenario.learners)
     assert any(scenario.queue for scenario in scenarios)
     assert any(scenario.report for scenario in scenarios)
+    assert any(scenario.large for scenario in scenarios)
 
 
 def test_a_seed_gives_one_trace_whatever_the_order_of_sets() -> None:

@@ -61,10 +61,12 @@ class Scenario:
     """Steps are items of a Shared Queue instead of a number for each learner."""
     report: bool
     """When all is trained, the results meet at a synchronization node."""
+    large: bool
+    """Each looks only at the rounds that may concern it, as in a run of very many."""
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: {_brief(self.algorithm)}", f"  {dict(self.settings)}", f"  {_brief(self.conditions)}"]
-        flags = [name for name in ("start_barrier", "queue", "report") if getattr(self, name)]
+        flags = [name for name in ("start_barrier", "queue", "report", "large") if getattr(self, name)]
         return "\n".join(
             [*lines, *(f"  with {flag}" for flag in flags), *(f"  {_brief(each)}" for each in (*self.learners, *self.troubles))]
         )
@@ -105,6 +107,7 @@ class Scenario:
             start_barrier=rng.random() < 0.3,
             queue=rng.random() < 0.1,
             report=rng.random() < 0.1,
+            large=random.Random(f"listing {seed}").random() < 0.08,
         )
 
 

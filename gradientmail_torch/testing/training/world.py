@@ -12,7 +12,7 @@ from torch import Tensor
 from gradientmail_torch import keys
 from gradientmail_torch.errors import BackgroundFailure, CorruptObject, LearnerFenced, LearnerIdInUse, MailboxUnavailable, RunTimeout
 from gradientmail_torch.messages import Contribution
-from gradientmail_torch.session import align, lease
+from gradientmail_torch.session import align, lease, round_listing
 from gradientmail_torch.testing.network import Event
 from gradientmail_torch.testing.process import Process, SimulationError
 from gradientmail_torch.testing.simulation import SimulatedCluster
@@ -255,7 +255,7 @@ def simulate(seed: int, *, scenario: Scenario | None = None, on_event: Callable[
     shown: it speaks of every fault.
     """
     scenario = scenario or Scenario.draw(seed)
-    with _silence(), _machines(), SimulatedCluster(seed, conditions=scenario.conditions) as cluster:
+    with _silence(), _machines(), _listing(scenario), SimulatedCluster(seed, conditions=scenario.conditions) as cluster:
         world = World(scenario, cluster)
         try:
             world.run()
@@ -278,6 +278,17 @@ def _silence() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _listing(scenario: Scenario) -> Iterator[None]:
+    """In a large run, as few learners as there are take themselves for many."""
+    real = round_listing.LISTED_WHOLLY
+    vars(round_listing).update(LISTED_WHOLLY=0 if scenario.large else real)
+    try:
+        yield
+    finally:
+        vars(round_listing).update(LISTED_WHOLLY=real)
 
 
 @contextmanager
