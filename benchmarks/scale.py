@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from torch import nn
 
 from benchmarks.fibres import FibreKernel
 from benchmarks.machine import revision
-from gradientmail_torch import keys
-from gradientmail_torch.algorithms import DecoupledDiLoCo
+from gradientmail_torch import keys, messages
+from gradientmail_torch.algorithms import DecoupledDiLoCo, quorum
 from gradientmail_torch.cli import plan, prices
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.mailbox.base import Body, Mailbox, read_body
@@ -230,7 +230,12 @@ class _Rounds:
             self.contributions[place] += 1
 
 
-_parse_contribution = lru_cache(1 << 20)(keys.parse_contribution)
+@cache
+def _share_work() -> None:
+    """All nodes are in this process: what many of them parse, decode or hash alike is worked out once."""
+    keys.parse_contribution = lru_cache(1 << 20)(keys.parse_contribution)
+    messages.decode = lru_cache(1 << 12)(messages.decode)
+    quorum._digest = lru_cache(1 << 18)(quorum._digest)
 
 
 # --- measuring -----------------------------------------------------------------------------------------
@@ -239,7 +244,7 @@ _parse_contribution = lru_cache(1 << 20)(keys.parse_contribution)
 def measure(point: Point) -> dict[str, Any]:
     """Run ``point`` and count over its last cycles."""
     torch.set_num_threads(1)
-    keys.parse_contribution = _parse_contribution  # all nodes of this process parse the same keys
+    _share_work()
     began, cpu = time.monotonic(), time.process_time()
     rng = random.Random(point.seed)
     conditions = Conditions(latency_s=(0.5 * point.latency_s, 1.5 * point.latency_s), page_keys=PAGE_KEYS)

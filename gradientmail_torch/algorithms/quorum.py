@@ -45,8 +45,7 @@ def merge_order(run: str, fragment: int, version: int, uplinks: Mapping[str, flo
     slow = statistics.median(known) * SLOW_UPLINK if known else 0.0
 
     def place(learner_id: str) -> tuple[bool, bytes]:
-        digest = hashlib.sha256(f"{run}|{fragment}|{version}|{learner_id}".encode()).digest()
-        return 0 < uplinks[learner_id] < slow, digest
+        return 0 < uplinks[learner_id] < slow, _digest(f"{run}|{fragment}|{version}|{learner_id}")
 
     return sorted(uplinks, key=place)
 
@@ -61,13 +60,16 @@ def groups_ahead(contributors_before: int, fan_in: int) -> int:
 
 def group_of(run: str, learner_id: str, groups: int) -> int:
     """The group that a learner is in, the same for all who ask."""
-    digest = hashlib.sha256(f"{run}|group|{learner_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % groups
+    return int.from_bytes(_digest(f"{run}|group|{learner_id}")[:8], "big") % groups
 
 
 def delegate_order(run: str, fragment: int, version: int, uplinks: Mapping[str, float]) -> list[str]:
     """The members of a group in the order in which they sum it up; another order than that of :func:`merge_order`."""
     return merge_order(f"{run}|ahead", fragment, version, uplinks)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def waited_for(view: RoundView) -> Collection[str]:
