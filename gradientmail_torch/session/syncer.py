@@ -200,7 +200,7 @@ class Syncer:
             contributors -= watch.void
         view = RoundView(
             contributors=contributors,
-            training=training & fragment.recent if self._membership.sampled else training,
+            training=training & fragment.recent if self._membership.sampled and fragment.recent else training,
             staying=frozenset(i for i, peer in live.items() if peer.beat.state != "leaving") | self._itself(),
         )
         waited_s, grace_s = self._since_quorum_s(view, watch, now), self._grace_s()

@@ -13,6 +13,7 @@ from gradientmail_torch.algorithms.quorum import merge_order
 from gradientmail_torch.errors import CorruptObject, MailboxUnavailable
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Claim, Commit, read
+from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.testing.faults import Crash, CrashAfter, CrashBefore, Interposed, LostAnswers, Refusals, first
 
 
@@ -103,6 +104,19 @@ def test_a_round_waits_its_grace_for_the_others_in_training(world: Any) -> None:
 
 def test_no_grace_passes_where_all_in_training_have_contributed(world: Any) -> None:
     nodes = three(world, grace=1000.0)
+    for node in nodes:
+        if node.id != "a":
+            offer(node)
+    nodes[0].tick("syncer")
+    assert len(world.commit(1).merged) == 3
+
+
+def test_the_first_round_of_a_large_run_waits_for_all_since_none_was_in_the_one_before(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "sampled", True)
+    nodes = three(world, grace=20.0)
+    for node in nodes:
+        node.tick("syncer")
+    assert world.commit(1) is None
     for node in nodes:
         if node.id != "a":
             offer(node)
