@@ -40,6 +40,7 @@ def main() -> None:
     scale.add_argument("--latencies", type=float, nargs="+", default=[0.02, 0.2], help="of the store, seconds")
     scale.add_argument("--links", nargs="+", default=["100mbit", "1gbit", "10gbit"], choices=["100mbit", "1gbit", "10gbit"])
     scale.add_argument("--cycles", type=float, default=2.0, help="that are counted")
+    scale.add_argument("--after", type=float, default=1.0, help="cycles that pass before")
     scale.add_argument("--label", default="now", help="of the rows")
     scale.add_argument("--again", action="store_true", help="also what has been run")
     commands.add_parser("gpu", help="what holds on a CUDA device")
@@ -82,7 +83,7 @@ def main() -> None:
             from benchmarks import scale as scales
             from benchmarks import scale_report
 
-            wanted = scales.points(options.nodes, options.latencies, options.links, options.cycles)
+            wanted = scales.points(options.nodes, options.latencies, options.links, cycles=options.cycles, after=options.after)
             scales.run_all(wanted, label=options.label, again=options.again)
             scale_report.write()
         case "gpu":

@@ -59,7 +59,9 @@ class Point:
     """Mean time of a request without its bytes; it varies by half."""
     link: str = "1gbit"
     cycles: float = 3.0
-    """Cycles over which is counted, after the first ones."""
+    """Cycles over which is counted."""
+    after: float = 1.0
+    """Cycles that pass before: the first round of each fragment is merged without groups, which takes long where nodes are many."""
     seed: int = 0
 
     @property
@@ -141,11 +143,15 @@ class MeteredMailbox:
     def list(self, prefix: str, *, after: str = "") -> Iterator[str]:
         kind = f"list {_kind(prefix)}"
         self.requests[kind] += 1
-        for number, key in enumerate(self.inner.list(prefix, after=after), 1):
-            self.down[kind] += len(key) + KEY_BYTES
-            yield key
-            if number % PAGE_KEYS == 0:
-                self.requests[kind] += 1
+        size = 0
+        try:
+            for number, key in enumerate(self.inner.list(prefix, after=after), 1):
+                size += len(key) + KEY_BYTES
+                yield key
+                if number % PAGE_KEYS == 0:
+                    self.requests[kind] += 1
+        finally:
+            self.down[kind] += size
 
     def delete(self, key: str) -> None:
         self.requests[f"delete {_kind(key)}"] += 1
@@ -259,7 +265,7 @@ def measure(point: Point) -> dict[str, Any]:
             cluster.advance(5.0)
         founding_s = cluster.now_s
         cycle_s = point.sync_every() * STEP_S
-        cluster.advance(cycle_s)
+        cluster.advance(point.after * cycle_s)
         start_s, before = cluster.now_s, [_Count.of(node.box) for node in nodes]
         cluster.advance(point.cycles * cycle_s)
         hours = (cluster.now_s - start_s) / 3600
@@ -357,8 +363,11 @@ def _merging(down: Mapping[str, int]) -> int:
 # --- many points ---------------------------------------------------------------------------------------
 
 
-def points(nodes: Sequence[int], latencies_s: Sequence[float], links: Sequence[str], cycles: float) -> list[Point]:
-    return [Point(nodes=n, latency_s=latency_s, link=link, cycles=cycles) for n, latency_s, link in product(nodes, latencies_s, links)]
+def points(nodes: Sequence[int], latencies_s: Sequence[float], links: Sequence[str], *, cycles: float, after: float) -> list[Point]:
+    return [
+        Point(nodes=n, latency_s=latency_s, link=link, cycles=cycles, after=after)
+        for n, latency_s, link in product(nodes, latencies_s, links)
+    ]
 
 
 def run_all(wanted: Sequence[Point], *, label: str, again: bool = False) -> None:
