@@ -72,6 +72,19 @@ TABLES: dict[str, Table] = {
             for late, rule in itertools.product((5.0, 10.0, 20.0), ("rebase", "overwrite", "mix"))
         },
     ),
+    "together": Table(
+        question="Four fragments, each rule of adoption, and what else may help it.",
+        rows={
+            f"{rule}, 4 fragments{name}": _with(adoption=rule, fragments=4, **settings)
+            for name, settings in (
+                ("", {}),
+                (", outer lr 0.7", {"outer": _outer(0.7)}),
+                (", polls of 0.25 s", {"poll_s": 0.25}),
+                (", 10 steps on its way", {"late_steps": 10.0}),
+            )
+            for rule in ("rebase", "overwrite", "mix")
+        },
+    ),
     "outer": Table(
         question="The outer step: learning rate and Nesterov momentum.",
         rows={

@@ -56,11 +56,11 @@ def _ours(title: str, *, nodes: int = 2, **settings: Any) -> Method:
 BEST: Mapping[str, Any] = {
     "fragments": 4,
     "adoption": "overwrite",
+    "outer": {"lr": 0.7},
     "wire": "int4",
     "commit_wire": "int4",
-    "session": {"poll_interval": 0.25},
 }
-"""What won in the tables of settings, at polls that suit steps of a quarter of a second."""
+"""What won in the tables of settings."""
 PEERS_OUTER = {"lr": 0.7, "momentum": 0.9, "warmup": False}
 
 METHODS: Mapping[str, Method] = {
@@ -76,7 +76,7 @@ METHODS: Mapping[str, Method] = {
     "ours-0.7/0.9": _ours("gradientmail, outer as torchft's", outer=PEERS_OUTER),
     "ours-int4": _ours("gradientmail, int4 both ways", wire="int4", commit_wire="int4"),
     "ours-best": _ours(
-        "gradientmail: 4 fragments, int4, overwriting, polls of 0.25 s",
+        "gradientmail, best settings: 4 fragments, int4, overwriting, outer lr 0.7",
         **BEST,
     ),
     "bound-4": Method(title="no communication (bound), 4 nodes", program="alone", nodes=4),

@@ -175,7 +175,8 @@ class Race:
         steps = plan.steps if plan.scenario == "steady" else 100_000
         command = [
             *(str(method.python), "-m", f"benchmarks.nodes.{method.program}"),
-            *("--node", str(node), "--nodes", str(method.nodes), "--steps", str(steps), "--seed", str(plan.seed)),
+            *("--node", str(node), "--nodes", str(method.nodes), "--present", str(method.nodes - (plan.scenario == "join"))),
+            *("--steps", str(steps), "--seed", str(plan.seed)),
             *("--sync-every", str(plan.sync_every), "--settings", json.dumps(dict(method.settings)), "--address", self._address),
             *("--events", str(self._events_of(node)), "--until", str(self._until), *(["--latecomer"] if latecomer else [])),
         ]

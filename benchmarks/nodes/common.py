@@ -37,6 +37,8 @@ class Options(argparse.Namespace):
     """Of what the method meets at: the mailbox's URL, or host and port of a coordinator."""
     latecomer: bool
     """The others are training already."""
+    present: int
+    """Nodes that are there from the beginning."""
 
     @property
     def rows(self) -> int:
@@ -47,6 +49,7 @@ def options() -> Options:
     parser = argparse.ArgumentParser()
     parser.add_argument("--node", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--present", type=int, default=1, help="nodes that are there from the beginning")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--sync-every", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

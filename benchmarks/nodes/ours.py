@@ -30,7 +30,7 @@ def main() -> None:
     )
     record("joined", versions=session.versions, bytes_down=session.stats().usage.bytes_down)
     if not given.latecomer:
-        Barrier(mailbox, name, poll_interval=0.2).wait("start", parties=given.nodes, timeout=120)
+        Barrier(mailbox, name, poll_interval=0.2).wait("start", parties=given.present, timeout=120)
     with session:
         record("ready")
 
