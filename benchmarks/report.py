@@ -183,7 +183,7 @@ def plot(races: Sequence[Mapping[str, Any]]) -> None:
         left.bar(at, [*rates.values()], width=0.75 / len(shown), color=COLOURS[name], label=METHODS[name].title)
     left.set_xticks([0.35 + i for i in range(len(LINKS))], ["no limit", "100 Mbit/s", "10 Mbit/s"])
     left.set_ylabel("tokens per second, 2 nodes")
-    left.legend(fontsize="x-small")
+    left.legend(fontsize="x-small", loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     for name in COLOURS:
         longest = [race for race in steady if race["method"] == name and race["link"] == "100mbit"]
         if longest:
