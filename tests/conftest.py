@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from gradientmail_torch.testing.s3_server import S3Server
 
 pytest.register_assert_rewrite("gradientmail_torch.testing.contract")
 pytest_plugins = ["pytester"]
+# Shells start what they put into the background with SIGINT ignored, which the processes of tests would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _ENDING_S = 10.0
 _kept: set[str] = set()  # processes of the whole session
