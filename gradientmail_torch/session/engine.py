@@ -19,7 +19,7 @@ from gradientmail_torch import keys
 from gradientmail_torch.algorithms.adoption import Outcome
 from gradientmail_torch.algorithms.algorithm import Algorithm, Pace
 from gradientmail_torch.clock import Clock
-from gradientmail_torch.errors import GradientMailError
+from gradientmail_torch.errors import BackgroundFailure, GradientMailError, LearnerFenced
 from gradientmail_torch.messages import Commit
 from gradientmail_torch.session.aligner import Aligner
 from gradientmail_torch.session.delegate import Delegate
@@ -118,6 +118,14 @@ class Engine:
         for name in names:
             if worker := self._workers.get(name):  # none any more when a tick outlives the session
                 worker.wake()
+
+    def raise_failure(self) -> None:
+        """What has gone wrong in the background: :class:`LearnerFenced`, or :class:`BackgroundFailure`."""
+        if isinstance(self.failure, LearnerFenced):
+            raise self.failure
+        if self.failure is not None:
+            learner_id = self._membership.life.learner_id
+            raise BackgroundFailure(f"the session of {learner_id!r} cannot go on: {self.failure}") from self.failure
 
     def next_tick(self, name: str) -> Callable[[], bool]:
         """See :meth:`Worker.next_tick`."""

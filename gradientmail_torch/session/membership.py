@@ -61,7 +61,7 @@ class Membership:
 
     @property
     def sampled(self) -> bool:
-        """Whether there are more learners than are watched at once."""
+        """Whether there are so many learners that a death is noticed too late for a round to wait for all who seem to live."""
         return self._observer.sampled
 
     def live(self) -> frozenset[str]:
@@ -79,6 +79,10 @@ class Membership:
             for learner_id, peer in self.peers.items()
             if peer.live and peer.beat.state in states and learner_id != self.life.learner_id
         )
+
+    def who_is_there(self) -> str:
+        """The other live learners, in words."""
+        return f"live beside it: {', '.join(self.others('joining', 'training', 'waiting', 'leaving')) or 'nobody'}"
 
     def version_hint(self, fragment: int) -> int:
         """The newest version of a fragment that any beat has named."""

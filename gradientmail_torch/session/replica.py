@@ -175,7 +175,8 @@ class Replica:
 
     def due(self, fragment: Fragment) -> bool:
         work = self.uncontributed(fragment)
-        if fragment.pending is not None or work.steps < (2 if self._wire == "sparse" else 1) or work.samples < 1:
+        offered = work - self._held_back(work)
+        if fragment.pending is not None or offered.steps < 1 or offered.samples < 1:
             return False
         if fragment.called and self._algorithm.calls:
             return True
@@ -185,8 +186,7 @@ class Replica:
     def contribute(self, fragment: Fragment, nonce: str) -> None:
         """Take a snapshot of ``fragment`` and hand it to the publisher."""
         work = self.uncontributed(fragment)
-        # One step stands for what is left out, so that it is in the books until a contribution has taken it along.
-        held_back = work.one_step() if self._wire == "sparse" else Work()
+        held_back = self._held_back(work)
         snapshot = self._access.snapshot(fragment.index)
         pending = Pending(nonce=nonce, work=work - held_back, anchor=fragment.nonce, snapshot=snapshot, wire=self._wire)
         with self.lock:
@@ -195,6 +195,10 @@ class Replica:
             fragment.counted_from = self.total - held_back
             fragment.returned = Work()
             fragment.due_at_step = self.total.steps + self._algorithm.sync_every
+
+    def _held_back(self, work: Work) -> Work:
+        """One step stands for what a sparse contribution leaves out, so that it is in the books until one takes it along."""
+        return work.one_step() if self._wire == "sparse" and work.steps else Work()
 
     def hold_nothing_back(self) -> None:
         """This learner is leaving: what sparse contributions have left out goes with its last ones."""

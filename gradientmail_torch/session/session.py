@@ -15,14 +15,14 @@ from uuid import uuid4
 from torch import Tensor, nn
 
 from gradientmail_torch import keys
-from gradientmail_torch.algorithms.adoption import Outcome
 from gradientmail_torch.algorithms.algorithm import Algorithm, DecoupledDiLoCo, Pace
 from gradientmail_torch.algorithms.layout import describe, split
-from gradientmail_torch.clock import SYSTEM_CLOCK, Clock, Reminder
-from gradientmail_torch.errors import BackgroundFailure, ConfigError, GradientMailError, LearnerFenced, RunTimeout
+from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
+from gradientmail_torch.errors import ConfigError, GradientMailError, RunTimeout
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, Usage, open_mailbox
 from gradientmail_torch.session.engine import Engine
 from gradientmail_torch.session.joining import JoinProgress, OnJoin, logged
+from gradientmail_torch.session.leaving import Leaving
 from gradientmail_torch.session.membership import Membership, Progress
 from gradientmail_torch.session.parameters import LocalParameters, ParameterAccess, initial_values
 from gradientmail_torch.session.replica import Replica, Tally, joined
@@ -32,8 +32,6 @@ from gradientmail_torch.session.settings import Settings
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
-CLOSING_REPORT_S = 10.0
-"""Seconds of closing after which it says what it waits for; and again whenever they have doubled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +217,7 @@ class Session:
     def _exchange(self, replica: Replica) -> None:
         """Adopt first, then contribute."""
         self._attention = False
-        self._raise_failure()
+        self._engine.raise_failure()
         for fragment in replica.fragments:
             if fragment.staged is not None or fragment.reset:
                 replica.adopt(fragment)
@@ -251,7 +249,7 @@ class Session:
             if self._clock.monotonic() >= deadline:
                 raise RunTimeout(
                     f"{self.learner_id}: {type(self.algorithm).__name__} waited {self._settings.step_timeout:g} s for a round of "
-                    f"{self.algorithm.quorum} learners; {self._who_is_there()}. Start the missing ones, or use DecoupledDiLoCo"
+                    f"{self.algorithm.quorum} learners; {self._membership.who_is_there()}. Start the missing ones, or use DecoupledDiLoCo"
                 )
             self._clock.wait(self._changed, self._pace().poll_interval)
             self._changed.clear()
@@ -267,13 +265,6 @@ class Session:
     def _pace(self) -> Pace:
         cycle_s = self._seconds_per_step * self.algorithm.sync_every or math.inf  # as yet unknown
         return Pace(seconds_per_step=self._seconds_per_step, poll_interval=self._settings.look_interval(cycle_s))
-
-    def _raise_failure(self) -> None:
-        failure = self._engine.failure
-        if isinstance(failure, LearnerFenced):
-            raise failure
-        if failure is not None:
-            raise BackgroundFailure(f"the session of {self.learner_id!r} cannot go on: {failure}") from failure
 
     # --- leaving ---------------------------------------------------------------------------------------
 
@@ -296,9 +287,8 @@ class Session:
             raise
         self._end()
         if missing:
-            raise RunTimeout(
-                f"{self.learner_id} left after {timeout:g} s without {missing} (quorum: {self.algorithm.quorum}); {self._who_is_there()}"
-            )
+            there = self._membership.who_is_there()
+            raise RunTimeout(f"{self.learner_id} left after {timeout:g} s without {missing} (quorum: {self.algorithm.quorum}); {there}")
 
     def leave(self, timeout: float = 10.0, *, contribute: bool = True) -> None:
         """Leave the run, publishing what can be published within ``timeout`` seconds. Never raises for the rest.
@@ -318,86 +308,23 @@ class Session:
             self._end(min(STOP_SECONDS, timeout))
 
     def _finish(self, timeout: float, *, contribute: bool = True) -> str:
-        """Contribute and adopt until nothing is left or time is up; returns what is missing."""
         replica = self._joined()
-        deadline = self._clock.monotonic() + timeout
-        reminder = Reminder(self._clock, CLOSING_REPORT_S)
-        self._membership.state = "leaving"
-        self._engine.wake("heartbeat")
-        replica.hold_nothing_back()
-        while True:
-            if contribute:
-                self._exchange(replica)
-                self._contribute_rest(replica)
-            else:
-                self._raise_failure()
-            left = self._left(replica, on_its_way_only=not contribute)
-            if not left:
-                break
-            if self._clock.monotonic() >= deadline:
-                return left
-            self._remind(reminder, left)
-            self._wait(deadline)
-        return self._commit_last_rounds(deadline, reminder)
-
-    def _remind(self, reminder: Reminder, left: str) -> None:
-        if waited := reminder.due():
-            log.warning(
-                "%s is closing, and has waited %.0f s for %s (quorum: %d); %s",
-                self.learner_id, waited, left, self.algorithm.quorum, self._who_is_there(),
-            )  # fmt: skip
-
-    def _contribute_rest(self, replica: Replica) -> None:
-        for fragment in replica.fragments:
-            if fragment.pending is None and fragment.staged is None and replica.uncontributed(fragment).steps:
-                replica.contribute(fragment, uuid4().hex)
-                self._engine.wake("publisher")
-
-    def _left(self, replica: Replica, *, on_its_way_only: bool) -> str:
-        """What of this learner's work is in no commit yet, in words."""
-        for fragment in replica.fragments:
-            steps = fragment.pending.work.steps if fragment.pending and fragment.pending.outcome is Outcome.OPEN else 0
-            if not on_its_way_only:
-                steps = replica.uncontributed(fragment).steps + (fragment.pending.work.steps if fragment.pending else 0)
-            if steps:
-                return f"{steps} steps of fragment {fragment.index}, which wait for version {fragment.known + 1}"
-        return ""
-
-    def _commit_last_rounds(self, deadline: float, reminder: Reminder) -> str:
-        """The last learners to leave see to it that no open round is left behind."""
-        while True:
-            # One after the other: who says that it leaves before it looks at the others' states cannot miss one
-            # that does the same, so the last of any number knows that it is.
-            for worker in ("heartbeat", "observer", "syncer"):
-                ended = self._engine.next_tick(worker)
-                while not ended():
-                    if self._clock.monotonic() >= deadline:
-                        return self._open_round()
-                    self._raise_failure()
-                    self._remind(reminder, self._open_round())
-                    self._clock.sleep(self._pace().poll_interval / 10)
-            if self._membership.others("joining", "training", "waiting") or not self._engine.syncer.open_rounds:
-                return ""
-
-    def _open_round(self) -> str:
-        if not self._engine.syncer.open_rounds:
-            return "an answer of the mailbox"
-        index, version = min(self._engine.syncer.open_rounds)
-        return f"the commit of fragment {index}, version {version}, to which others have contributed"
-
-    def _wait(self, deadline: float) -> None:
-        left = deadline - self._clock.monotonic()
-        self._clock.wait(self._changed, max(0.0, min(left, self._pace().poll_interval)))
-        self._changed.clear()
+        leaving = Leaving(
+            replica,
+            self._engine,
+            self._membership,
+            self.algorithm,
+            exchange=lambda: self._exchange(replica),
+            changed=self._changed,
+            pace=self._pace,
+            clock=self._clock,
+        )
+        return leaving.finish(timeout, contribute=contribute)
 
     def _end(self, timeout: float = STOP_SECONDS) -> None:
         self._closed = True
         self._membership.state = "ended"
         self._engine.stop(timeout)
-
-    def _who_is_there(self) -> str:
-        live = self._membership.others("joining", "training", "waiting", "leaving")
-        return f"live beside it: {', '.join(live) or 'nobody'}"
 
     # --- figures ---------------------------------------------------------------------------------------
 
