@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from places import empty, new_run
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,8 +29,6 @@ from rich.table import Table
 HERE = Path(__file__).parent
 NODES = ("node-0", "node-1", "node-2")
 LATE, VICTIM = "node-1", "node-2"
-MARK = ".gradientmail-demo"
-"""Says that a folder is a demo's."""
 BATCH = 16
 console = Console(width=128)
 
@@ -104,7 +102,7 @@ def main() -> None:
     if options.steps < 16:
         parser.error("--steps must be at least 16, so that a node can be killed half-way")
     empty(options.out)
-    mailbox = fresh_prefix(options.mailbox) if options.mailbox else str(options.out / "mailbox")
+    mailbox = new_run(options.mailbox, "demo") if options.mailbox else str(options.out / "mailbox")
     shared = ["--text", options.text] if options.text else []
     nodes = {name: Node(name, options.out / f"{name}.jsonl", options.out / f"{name}.log") for name in NODES}
     console.print(f"[bold]Three nodes, one model, one mailbox:[/] {mailbox}\n")
@@ -116,22 +114,6 @@ def main() -> None:
     tell_what_next(mailbox, options.out)
     if len({node.result["val_loss"] for node in nodes.values() if node.result}) != 1:
         raise SystemExit(1)
-
-
-def empty(out: Path) -> None:
-    """An empty folder at ``out``. What an earlier demo left is removed, and nothing else."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARK).exists():
-            raise SystemExit(f"{out} holds something that is no demo's: give --out a folder that is not there yet")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MARK).touch()
-
-
-def fresh_prefix(url: str) -> str:
-    """A part of the mailbox that no earlier run has used."""
-    place, question, parameters = url.partition("?")
-    return f"{place.rstrip('/')}/demo-{int(time.time())}{question}{parameters}"
 
 
 @contextmanager

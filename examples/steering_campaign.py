@@ -16,7 +16,6 @@ import argparse
 import math
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from places import empty
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -160,8 +160,7 @@ def main() -> None:
         queues = campaign_queues(options.mailbox, options.campaign)
         MailboxTaskServer([fit_trial, evaluate], queues, learner_id=options.node, start_method="forkserver").run()
         return
-    shutil.rmtree(options.out, ignore_errors=True)
-    options.out.mkdir(parents=True)
+    empty(options.out)
     mailbox = options.mailbox or str((options.out / "mailbox").absolute())
     run(options, mailbox)
 

@@ -68,6 +68,6 @@ def test_the_demo_runs_from_it(installed: Path, tmp_path: Path) -> None:
 
 def test_the_demo_removes_nothing_but_its_own(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
-    with pytest.raises(AssertionError, match="no demo's"):
+    with pytest.raises(AssertionError, match="no example's"):
         run(installed, str(installed / "bin" / "gradientmail"), "demo", "--out", ".", cwd=tmp_path)
     assert (tmp_path / "precious").exists()

@@ -1,4 +1,4 @@
-"""``gradientmail demo``: starts ``examples/demo.py``, which the wheel carries with the two files that it needs."""
+"""``gradientmail demo``: starts ``examples/demo.py``, which the wheel carries with the files that it needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def demo(arguments: Sequence[str]) -> None:
     program = next((folder / "demo.py" for folder in _FOLDERS if (folder / "demo.py").exists()), None)
     if program is None:
         raise ConfigError(f"the demo's programs are in neither of {', '.join(map(str, _FOLDERS))}: install the package anew")
-    before = sys.argv
-    sys.argv = ["gradientmail demo", *arguments]
+    before = sys.argv, sys.path
+    sys.argv, sys.path = ["gradientmail demo", *arguments], [str(program.parent), *sys.path]
     try:
         runpy.run_path(str(program), run_name="__main__")
     except ModuleNotFoundError as error:
@@ -28,4 +28,4 @@ def demo(arguments: Sequence[str]) -> None:
             raise
         raise ConfigError(f"the demo needs {error.name}: pip install 'gradientmail-torch[demo]'") from error
     finally:
-        sys.argv = before
+        sys.argv, sys.path = before

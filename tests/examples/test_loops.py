@@ -29,10 +29,18 @@ align(model, mailbox=box)
 evaluate(model)
 """
 
+STARTS = """
+import sys
+from pathlib import Path
+from several import start_nodes
+sys.exit(start_nodes(Path("node.py"), 1, "."))
+"""
+WITH_EXAMPLES = {**os.environ, "PYTHONPATH": str(EXAMPLES)}
 
-def run(script: str, tmp_path: Path) -> list[str]:
+
+def run(script: str, tmp_path: Path, mailbox: str) -> list[str]:
     """The lines that the nodes of an example print."""
-    command = [sys.executable, str(EXAMPLES / script), "--mailbox", str(tmp_path / "mailbox")]
+    command = [sys.executable, str(EXAMPLES / script), "--mailbox", mailbox]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -41,8 +49,9 @@ def run(script: str, tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(220)
-def test_a_plain_loop_ends_with_one_model_on_both_nodes(tmp_path: Path) -> None:
-    first, second = run("plain_loop.py", tmp_path)
+@pytest.mark.parametrize("mailbox_url", ["file", pytest.param("s3", marks=pytest.mark.s3)], indirect=True)
+def test_a_plain_loop_ends_with_one_model_on_both_nodes(tmp_path: Path, mailbox_url: str) -> None:
+    first, second = run("plain_loop.py", tmp_path, mailbox_url)
     assert first.removeprefix("node-0") == second.removeprefix("node-1")
     accuracy = re.search(r"accuracy of the run ([0-9.]+)", first)
     assert accuracy is not None
@@ -52,11 +61,22 @@ def test_a_plain_loop_ends_with_one_model_on_both_nodes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_a_fabric_loop_ends_with_one_model_on_both_nodes(tmp_path: Path) -> None:
-    first, second = run("fabric_loop.py", tmp_path)
+    first, second = run("fabric_loop.py", tmp_path, str(tmp_path / "mailbox"))
     assert first.removeprefix("node-0") == second.removeprefix("node-1")
     loss = re.search(r"loss of the run ([0-9.]+)", first)
     assert loss is not None
     assert float(loss[1]) < 0.5
+
+
+def test_a_loop_that_is_started_again_is_another_run_and_removes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    (tmp_path / "node.py").touch()  # a node that does nothing
+    mailboxes = [
+        subprocess.run([sys.executable, "-c", STARTS], cwd=tmp_path, env=WITH_EXAMPLES, check=True, capture_output=True).stdout
+        for _ in range(2)
+    ]
+    assert len({*mailboxes}) == 2
+    assert (tmp_path / "precious").exists()
 
 
 def test_the_plain_loop_is_the_program_of_the_barrier_document() -> None:
