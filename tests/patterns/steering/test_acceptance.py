@@ -28,7 +28,7 @@ from gradientmail_torch.patterns.steering import (
 
 
 class Batch(BaseThinker):
-    """The design page's first program."""
+    """The first example of the guide: a large batch in parallel."""
 
     def __init__(self, queues: Any, to_run: list[float]) -> None:
         super().__init__(queues)
@@ -59,7 +59,7 @@ def on_a_mailbox_and_two_nodes(tmp_path: Path, serve: Callable[..., Any], local:
 
 
 @pytest.mark.parametrize("place", [on_pipes_and_parsl, on_pipes_and_a_pool, on_a_mailbox_and_two_nodes])
-def test_the_batch_of_the_design_page_has_the_same_answers_everywhere(
+def test_the_batch_of_the_guide_has_the_same_answers_everywhere(
     place: Any, tmp_path: Path, serve: Callable[..., Any], local: Callable[..., Any]
 ) -> None:
     queues, servers = place(tmp_path, serve, local)

@@ -32,7 +32,7 @@ def ended(server: ParslTaskServer, queues: Any) -> None:
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
-def test_the_programs_of_the_design_page(pipes: Callable[..., PipeQueues], parsl_server: Any, start_method: str) -> None:
+def test_the_programs_of_the_guide(pipes: Callable[..., PipeQueues], parsl_server: Any, start_method: str) -> None:
     class Thinker(BaseThinker):
         def __init__(self, queues: PipeQueues, to_run: list[float]) -> None:
             super().__init__(queues)

@@ -229,6 +229,6 @@ def test_a_message_that_redis_cannot_hold_is_refused(redis: Queues, monkeypatch:
     assert queues.active_count == 0
 
 
-def test_the_name_on_the_design_page_works_too() -> None:
+def test_the_name_on_the_guide_works_too() -> None:
     assert RedisQueue is RedisQueues
     assert LocalTaskServer

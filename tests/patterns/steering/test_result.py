@@ -91,7 +91,7 @@ def test_we_read_the_json_of_colmena(method: Any) -> None:
     assert ours.time.running == 0.25
 
 
-def test_the_example_of_the_design_page_is_read() -> None:
+def test_the_example_of_the_guide_is_read() -> None:
     page = """{
         "inputs": [[1, 1], {"operator": "add"}], "serialization_method": "pickle", "method": "reduce", "value": 2, "success": true,
         "timestamps": {"created": 1593498015.132477, "input_received": 1593498015.13357, "compute_started": 1593498018.856764,

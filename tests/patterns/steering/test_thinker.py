@@ -23,7 +23,7 @@ from gradientmail_torch.patterns.steering import (
 
 
 class Batch(BaseThinker):
-    """The first example of the design page: a large batch in parallel, by one agent."""
+    """The first example of the guide: a large batch in parallel, by one agent."""
 
     def __init__(self, queues: PipeQueues, to_run: list[float]) -> None:
         super().__init__(queues)
