@@ -27,6 +27,7 @@ from gradientmail_torch.session import closing_round, lease, partials, publisher
 from gradientmail_torch.session.aligner import Aligner
 from gradientmail_torch.session.closing_round import ClosingRound
 from gradientmail_torch.session.lease import Heartbeat, Observer
+from gradientmail_torch.session.leaving import Leaving
 from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.merger import Merger
 from gradientmail_torch.session.publisher import Publisher
@@ -179,8 +180,8 @@ def too_old_is_lost(patch: Patch) -> None:
 
 @bug("a close waits for the commit of what is on its way, and forgets what has been done since")
 def closes_after_one_commit(patch: Patch) -> None:
-    patch.setattr(Session, "_contribute_rest", lambda self, replica: None)
-    patch.setattr(Session, "_left", lambda self, replica, *, on_its_way_only: "x" if any(f.pending for f in replica.fragments) else "")
+    patch.setattr(Leaving, "_contribute_rest", lambda self: None)
+    patch.setattr(Leaving, "_left", lambda self, *, on_its_way_only: "x" if any(f.pending for f in self._replica.fragments) else "")
 
 
 @bug("an observer takes its own silence for everyone's death")

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from planted_bugs import BUGS, caught
 
-from gradientmail_torch.session.session import Session
+from gradientmail_torch.session.leaving import Leaving
 from gradientmail_torch.testing import explore
 from gradientmail_torch.testing.training import Invariant, Scenario, Violation, simulate
 
@@ -131,8 +131,8 @@ def test_a_planted_bug_is_caught(name: str) -> None:
 
 
 def test_a_broken_seed_shows_its_scenario_its_trace_and_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "_contribute_rest", lambda self, replica: None)
-    monkeypatch.setattr(Session, "_left", lambda self, replica, *, on_its_way_only: "")
+    monkeypatch.setattr(Leaving, "_contribute_rest", lambda self: None)
+    monkeypatch.setattr(Leaving, "_left", lambda self, *, on_its_way_only: "")
     with pytest.raises(Violation, match="has closed with") as broken:
         simulate(0)
     notes = "\n".join(broken.value.__notes__)
@@ -142,8 +142,8 @@ def test_a_broken_seed_shows_its_scenario_its_trace_and_how_to_replay_it(monkeyp
 
 
 def test_the_command_names_the_broken_seeds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(Session, "_contribute_rest", lambda self, replica: None)
-    monkeypatch.setattr(Session, "_left", lambda self, replica, *, on_its_way_only: "")
+    monkeypatch.setattr(Leaving, "_contribute_rest", lambda self: None)
+    monkeypatch.setattr(Leaving, "_left", lambda self, *, on_its_way_only: "")
     assert explore.main(["--start", "0", "--seeds", "2", "--processes", "1"]) == 1
     shown = capsys.readouterr().out
     assert "broken: [0, 1]" in shown
