@@ -118,13 +118,22 @@ def main() -> None:
 
 @contextmanager
 def stopping(nodes: dict[str, Node]) -> Iterator[None]:
-    """Leave no process behind, whatever happens."""
+    """Leave no process behind, whatever happens: also when this one is told to stop, or its terminal is closed."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]  # nohup ignores one
+    for number in heard:
+        signal.signal(number, stop)
     try:
         yield
     finally:
         for node in nodes.values():
             if node.process is not None and node.process.poll() is None:
                 node.process.terminate()
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def train(nodes: dict[str, Node], steps: int, options: list[str]) -> None:

@@ -13,6 +13,7 @@ MARK = ".gradientmail-example"
 
 def empty(folder: Path) -> None:
     """An empty folder. What an earlier example left is removed, and nothing else."""
+    folder = folder.resolve()  # a link stays: what it leads to is emptied
     if folder.exists() and not folder.is_dir():
         raise SystemExit(f"{folder} is a file: give --out a folder that is not there yet")
     if folder.exists() and any(folder.iterdir()):

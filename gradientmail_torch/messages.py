@@ -20,6 +20,7 @@ SIGNED_MARK = b"GMS1"
 """What an object of a signed run begins with; see :mod:`gradientmail_torch.mailbox.signed`."""
 
 MAX_COUNT = 2**53
+MAX_SECONDS = 1e30
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 MAX_VERSION = 9_999_999_999
 """As many as sort in a listing."""
@@ -324,5 +325,5 @@ def check_manifest(manifest: Manifest) -> None:
         raise RunMismatch(
             f"the run was founded with protocol {manifest.protocol}, this package speaks {PROTOCOL}: install the version that founded it"
         )
-    if len(manifest.initial) != len(manifest.layout):
+    if not manifest.layout or len(manifest.initial) != len(manifest.layout):
         raise CorruptObject(f"the run's manifest has {len(manifest.layout)} fragments and {len(manifest.initial)} initial values")

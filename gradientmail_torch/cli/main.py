@@ -39,10 +39,12 @@ err = Console(stderr=True, markup=False, highlight=False)
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Turn errors of our own tree into one message and exit status 1."""
+    """Turn errors of our own tree, and files that cannot be read or written, into one message and exit status 1."""
     try:
         yield
-    except GradientMailError as error:
+    except BrokenPipeError:  # typer's: who reads what is printed has had enough
+        raise
+    except (GradientMailError, OSError) as error:
         err.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), printable(str(error))), soft_wrap=True)
         raise typer.Exit(1) from None
 

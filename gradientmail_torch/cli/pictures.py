@@ -146,7 +146,7 @@ def _rate(commits: Sequence[Replayed], view: RunView, scale: Timescale) -> dict[
     width = max((end - begin) / RATE_WINDOWS, 1e-9)
     sums = [0.0] * (RATE_WINDOWS + 1)
     for commit in commits:
-        sums[max(0, min(RATE_WINDOWS, int((commit.at - begin) / width)))] += sum(each.samples for each in commit.contributions)
+        sums[int(max(0, min(RATE_WINDOWS, (commit.at - begin) / width)))] += sum(each.samples for each in commit.contributions)
     means = [sum(sums[max(0, i - 2) : i + 3]) / len(sums[max(0, i - 2) : i + 3]) for i in range(RATE_WINDOWS)]  # rounds come in bursts
     points = [(scale.at(begin + (i + 0.5) * width), mean / len(view.fragments) / width) for i, mean in enumerate(means)]
     return {"all learners": points}

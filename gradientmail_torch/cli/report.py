@@ -68,7 +68,10 @@ def _committed(sums: Sequence[Total]) -> dict[str, float]:
 
 
 def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError):  # a clock that is no clock
+        return "an unknown date"
 
 
 def _row(life: LifeView, view: RunView, commits: Sequence[Replayed], sums: Sequence[Total]) -> Row:

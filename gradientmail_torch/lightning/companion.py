@@ -55,7 +55,8 @@ class Companion(Callback):
     @property
     def stats(self) -> Stats | None:
         """The session's figures, also after fit; None on other ranks than 0 and before joining."""
-        return self.session.stats() if self.session is not None else self._last_stats
+        session = self.session  # Prometheus asks from a thread of its own while it closes
+        return session.stats() if session is not None else self._last_stats
 
     @property
     def steps(self) -> int:

@@ -34,12 +34,17 @@ _ABANDONED_S = 2 * 86400.0
 
 
 class LocalMailbox:
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    """``create=False`` makes nothing before the first write, so that who may only read can read."""
+
+    def __init__(self, root: str | os.PathLike[str], *, create: bool = True) -> None:
         self.root = Path(root).expanduser().absolute()
+        self._created = create
         with _translated(self.root, "<root>"):
-            (self.root / _SCRATCH).mkdir(parents=True, exist_ok=True)
+            if create:
+                (self.root / _SCRATCH).mkdir(parents=True, exist_ok=True)
             self._real_root = os.path.realpath(self.root)
-            self._sweep()
+            if create:
+                self._sweep()
 
     def __repr__(self) -> str:
         return self.root.as_uri()
@@ -99,6 +104,9 @@ class LocalMailbox:
         path = self._path(key)
         scratch = os.path.join(self._scratch(), uuid4().hex)
         with _translated(self.root, key):
+            if not self._created:  # once: later, a folder that is not there is a volume that went away
+                os.makedirs(os.path.dirname(scratch), exist_ok=True)
+                self._created = True
             try:
                 with open(scratch, "xb") as file:
                     source = BytesIO(body) if isinstance(body, (bytes, bytearray, memoryview)) else body

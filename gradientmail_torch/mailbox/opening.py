@@ -26,8 +26,9 @@ def open_mailbox(
     A bucket is probed first: a store that ignores conditional writes is refused with
     :class:`~gradientmail_torch.errors.MailboxUnsupported`, a missing one with ``MailboxMissing``, missing
     rights with ``MailboxDenied``. A mailbox that is given instead of a URL is returned as it is. ``probed=False``
-    opens without a request, for those who only read. With a ``run_key``, given or in ``GRADIENTMAIL_RUN_KEY``,
-    every object is signed, and what is not is refused (:mod:`gradientmail_torch.mailbox.signed`).
+    opens without a request and makes no directory, for those who only read. With a ``run_key``, given or in
+    ``GRADIENTMAIL_RUN_KEY``, every object is signed, and what is not is refused
+    (:mod:`gradientmail_torch.mailbox.signed`).
     """
     if not isinstance(url, (str, os.PathLike)):
         if isinstance(url, Mailbox):
@@ -46,11 +47,11 @@ def _open(text: str, *, clock: Clock, probed: bool) -> Mailbox:
     parts = urlsplit(text)
     match parts.scheme if "://" in text else "":
         case "":
-            return RetryingMailbox(LocalMailbox(text), clock=clock)
+            return RetryingMailbox(LocalMailbox(text, create=probed), clock=clock)
         case "file":
             if parts.netloc not in ("", "localhost") or not parts.path:
                 raise ConfigError(f"mailbox URL {text!r}: a file URL has three slashes, 'file:///path'")
-            return RetryingMailbox(LocalMailbox(unquote(parts.path)), clock=clock)
+            return RetryingMailbox(LocalMailbox(unquote(parts.path), create=probed), clock=clock)
         case "memory":
             return MemoryMailbox.named(parts.netloc + parts.path)
         case "s3":

@@ -22,7 +22,7 @@ from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject, InvalidName, LearnerFenced, LearnerIdInUse
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.mailbox.watched_time import WatchedTime
-from gradientmail_torch.messages import MAX_COUNT, Beat, Earlier, LifeRecord, encode, read
+from gradientmail_torch.messages import MAX_COUNT, MAX_SECONDS, Beat, Earlier, LifeRecord, encode, read
 from gradientmail_torch.session.settings import BEATS_PER_LEASE, Settings
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def _with(earlier: Earlier, beat: Beat) -> Earlier:
 
     return Earlier(
         lives=total(earlier.lives, 1),
-        seconds=earlier.seconds + beat.seconds,
+        seconds=min(earlier.seconds + beat.seconds, MAX_SECONDS),  # infinity cannot be written
         requests={name: total(earlier.requests.get(name, 0), beat.requests.get(name, 0)) for name in OPERATIONS},
         bytes_up=total(earlier.bytes_up, beat.bytes_up),
         bytes_down=total(earlier.bytes_down, beat.bytes_down),

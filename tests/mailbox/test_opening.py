@@ -32,6 +32,15 @@ def test_a_plain_path_is_a_directory_and_is_made(tmp_path: Path, monkeypatch: py
     assert open_mailbox(f"file://localhost{tmp_path}/runs/first").get("a") == b"x"
 
 
+def test_who_only_reads_makes_no_directory(tmp_path: Path) -> None:
+    box = open_mailbox(tmp_path / "run", probed=False)
+    assert [*box.list("")] == []
+    assert box.get("a") is None
+    assert not (tmp_path / "run").exists()
+    box.put("a", b"x")
+    assert box.get("a") == b"x"
+
+
 def test_escapes_in_a_file_url_are_resolved(tmp_path: Path) -> None:
     folder = tmp_path / "with blank"
     open_mailbox(folder.as_uri()).put("a", b"x")

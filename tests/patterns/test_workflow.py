@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,6 +153,14 @@ def test_14_a_trigger_may_run_a_node_whose_predecessors_were_all_skipped(make: M
     workflow.skip("train", by="plan")
     workflow.skip("probe", by="plan")
     assert workflow.run(timeout=60)["report"].value == {"report": {}}
+
+
+@pytest.mark.parametrize("timeout", [-1, math.nan])
+def test_a_wait_that_would_never_end_is_refused(make: Make, box: Mailbox, timeout: float) -> None:
+    workflow = make(box)
+    for wait in (workflow.run, lambda timeout: workflow.wait("report", timeout=timeout)):
+        with pytest.raises(ConfigError, match="timeout must be None or at least 0 seconds"):
+            wait(timeout=timeout)
 
 
 def test_a_failed_node_fails_those_below_with_its_traceback(make: Make, box: Mailbox) -> None:

@@ -72,6 +72,17 @@ def test_the_figures_of_a_life_are_inherited_and_its_beat_goes_when_they_are_saf
     assert beat.earlier == Earlier(lives=3, seconds=7.0, requests=requests, bytes_up=111, bytes_down=MAX_COUNT)
 
 
+def test_a_life_that_claims_to_have_lasted_for_ever_does_not_keep_the_next_one_from_writing(mailbox: MemoryMailbox) -> None:
+    live_elsewhere(mailbox, state="ended")
+    earlier = Earlier(lives=2, seconds=1.7e308, requests={}, bytes_up=0, bytes_down=0)
+    mailbox.put(keys.beat("a", 1), encode(Beat(count=4, state="ended", seconds=1.7e308, earlier=earlier)))
+    Membership(mailbox, "a", settings=SETTINGS, clock=ManualClock(), progress=Progress).beat()
+    beat = read(mailbox, Beat, keys.beat("a", 2))
+    assert beat is not None
+    assert beat.earlier is not None
+    assert beat.earlier.lives == 3
+
+
 def test_what_cannot_be_read_is_not_inherited(mailbox: MemoryMailbox) -> None:
     live_elsewhere(mailbox, state="ended")
     mailbox.put(keys.beat("a", 1), b"garbage")

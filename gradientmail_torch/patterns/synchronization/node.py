@@ -7,12 +7,11 @@ import random
 from collections.abc import Sequence
 
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
-from gradientmail_torch.errors import ConfigError
 from gradientmail_torch.keys import SyncKeys
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.patterns.synchronization.dag import Dag, Trigger
 from gradientmail_torch.patterns.synchronization.ledger import Call
-from gradientmail_torch.patterns.synchronization.party import Party, Settings
+from gradientmail_torch.patterns.synchronization.party import Party, Settings, check_timeout
 from gradientmail_torch.patterns.synchronization.runner import Function, Result
 
 
@@ -109,6 +108,5 @@ class SynchronizationNode:
         it ran here, but another attempt had finished first (``wait`` again for the outcome); ``TimeoutError`` after
         ``timeout`` seconds, naming who is missing. Nothing is lost by it: ``wait`` again resumes.
         """
-        if timeout is not None and not timeout >= 0:
-            raise ConfigError(f"timeout must be None or at least 0 seconds, not {timeout!r}")
+        check_timeout(timeout)
         return self._party.wait(self.name, function, timeout)

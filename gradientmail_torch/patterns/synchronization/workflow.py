@@ -14,7 +14,7 @@ from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.patterns.leased_work import LeasedWork, Outcome
 from gradientmail_torch.patterns.synchronization.dag import START, Dag, Trigger
 from gradientmail_torch.patterns.synchronization.ledger import Call, Marker
-from gradientmail_torch.patterns.synchronization.party import Party, Settings
+from gradientmail_torch.patterns.synchronization.party import Party, Settings, check_timeout
 from gradientmail_torch.patterns.synchronization.runner import Function, Invoke, Result, payload_of
 
 _LOOKS = 5
@@ -135,6 +135,7 @@ class Workflow:
 
         Raises :class:`WorkFailed` when one failed, and ``TimeoutError`` after ``timeout`` seconds.
         """
+        check_timeout(timeout)
         began = self._clock.monotonic()
         with self._party.work() as work:
             while True:
@@ -156,8 +157,7 @@ class Workflow:
         As :meth:`SynchronizationNode.wait`; other nodes are not run here.
         """
         self._check_node(node)
-        if timeout is not None and not timeout >= 0:
-            raise ConfigError(f"timeout must be None or at least 0 seconds, not {timeout!r}")
+        check_timeout(timeout)
         function = function or self._functions.get(node)
         result = self._party.wait(node, function, timeout, invoke=self._invoker(node), meanwhile=self._propagate)
         with self._party.work() as work:
