@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -435,6 +436,28 @@ def takes_rounds_for_claimed(patch: Patch) -> None:
 @bug("sums made ahead are put, not created")
 def sums_overwrite(patch: Patch) -> None:
     put_instead(patch, "partials/")
+
+
+@bug("what a sparse contribution leaves out is in nobody's books")
+def holds_nothing_back(patch: Patch) -> None:
+    patch.setattr(Replica, "_held_back", lambda self, work: replica.Work())
+
+
+@bug("who leaves goes on leaving out what is small")
+def leaves_sparsely(patch: Patch) -> None:
+    patch.setattr(Replica, "hold_nothing_back", lambda self: None)
+
+
+@bug("what the wire format has lost of a contribution counts as merged")
+def credits_what_was_lost(patch: Patch) -> None:
+    exact: dict[bytes, Any] = {}
+
+    def encode(tensors: Any, specs: Any, form: str) -> bytes:
+        data = wire.encode(tensors, specs, form)
+        exact[data] = tensors
+        return data
+
+    patch.setattr(publisher, "wire", SimpleNamespace(encode=encode, decode=lambda data, *_, **__: exact[data]))
 
 
 @bug("contributions weigh by their samples alone")

@@ -61,9 +61,12 @@ CAUGHT = {
     "waits_for_every_sum": (0, Invariant.ENDS),
     "takes_rounds_for_claimed": (109, Invariant.ENDS),
     "sums_overwrite": (120, Invariant.REPLAY),
+    "holds_nothing_back": (2, Invariant.BOOKS),
+    "leaves_sparsely": (2, Invariant.COMPLETE),
+    "credits_what_was_lost": (2, Invariant.REPLAY),
     "weighs_by_samples": (0, Invariant.REPLAY),
     "takes_over_at_once": (1, Invariant.ONE_LIFE),
-    "adopts_under_another_version": (15, Invariant.SAME_BITS),
+    "adopts_under_another_version": (19, Invariant.SAME_BITS),
     "barrier_opens_early": (0, Invariant.BARRIER),
 }
 """A seed that catches each planted bug, and by what. ``python tests/testing/planted_bugs.py`` finds them anew."""
@@ -97,6 +100,8 @@ def test_the_scenarios_differ_in_all_that_can_be_set() -> None:
     assert {type(scenario.algorithm).__name__ for scenario in scenarios} == {"DecoupledDiLoCo", "DiLoCo", "LocalSGD"}
     assert {scenario.algorithm.quorum for scenario in scenarios} >= {1, 2}
     assert {scenario.settings["keep"] for scenario in scenarios} == {1, 2, 4, None}
+    assert {scenario.settings["poll_interval"] for scenario in scenarios} == {1.0, 2.0, None}
+    assert {scenario.algorithm.wire for scenario in scenarios} == {"fp32", "bf16", "sparse"}
     assert any(learner.stuck for scenario in scenarios for learner in scenario.learners)
     assert any(scenario.queue for scenario in scenarios)
     assert any(scenario.report for scenario in scenarios)

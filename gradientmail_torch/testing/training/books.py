@@ -55,7 +55,8 @@ class Books:
         self.replica.contribute, self.replica.adopt = self._contributed, self._adopted  # type: ignore[method-assign]
         for fragment, books in zip(self.replica.fragments, self.fragments, strict=True):
             ledger.check_adopted(who, fragment.index, fragment.version, fragment.nonce, fragment.values)
-            self._require(same_bits(books.tensors, fragment.values), f"joined with {books.tensors}, not {fragment.values}")
+            if not same_bits(books.tensors, fragment.values):
+                raise self._broken(f"joined with {books.tensors}, not {fragment.values}")
 
     def stepped(self, samples: int, change: Sequence[Sequence[Tensor]]) -> None:
         """An optimizer step has changed the parameters of each fragment; called before ``session.step``."""
@@ -102,7 +103,8 @@ class Books:
             )
         books = self.fragments[fragment.index]
         self._require(not books.nonce, f"contributes to fragment {fragment.index} while {books.nonce} is on its way")
-        books.nonce, books.flying, books.since = nonce, books.since, Work()
+        held_back = _held_back(fragment, books.since)
+        books.nonce, books.flying, books.since = nonce, books.since - held_back, held_back
 
     def _settle(self, fragment: Fragment, books: FragmentBooks) -> None:
         """Work out by the commits what has become of the contribution."""
@@ -133,15 +135,15 @@ class Books:
             books.clear()
         else:
             return
-        self._require(
-            same_bits(books.tensors, fragment.values), f"has nothing of its own on fragment {fragment.index}, and yet {books.tensors}"
-        )
+        if not same_bits(books.tensors, fragment.values):
+            raise self._broken(f"has nothing of its own on fragment {fragment.index}, and yet {books.tensors}")
 
     def _require_rounding(self, fragment: Fragment, books: FragmentBooks, brought: Sequence[Tensor]) -> None:
         """All is in the commit: what is dropped now is what the wire format lost of it."""
         for done, by in zip(books.done, brought or books.done, strict=True):
             room = _SLACK + 2.0**-7 * by.abs().double() + _SLACK * self.steps / 100
-            self._require(bool((done.abs() <= room).all()), f"loses {done.tolist()} of fragment {fragment.index}")
+            if not bool((done.abs() <= room).all()):
+                raise self._broken(f"loses {done} of fragment {fragment.index}")
 
     # --- what must hold --------------------------------------------------------------------------------
 
@@ -161,10 +163,8 @@ class Books:
                 for tensor, base, done in zip(books.tensors, fragment.base, books.done, strict=True):
                     off = (tensor.double() - base.double() - done).abs()
                     room = _SLACK + 1e-5 * float(base.abs().max() + tensor.abs().max())
-                    self._require(
-                        bool((off <= room).all()),
-                        f"fragment {fragment.index} is {tensor.tolist()} on {base.tolist()}, not {done.tolist()} more",
-                    )
+                    if not bool((off <= room).all()):
+                        raise self._broken(f"has {tensor} of fragment {fragment.index} on {base}, not {done} more")
         tally = self.replica.tally
         if not fragments:
             self._require(tally.merged_work == sum((b.merged for b in self.fragments), Work()), f"counts {tally.merged_work} as merged")
@@ -185,4 +185,13 @@ class Books:
 
     def _require(self, holds: bool, text: str) -> None:
         if not holds:
-            raise Violation(Invariant.BOOKS, f"{self.who} {text}")
+            raise self._broken(text)
+
+    def _broken(self, text: str) -> Violation:
+        return Violation(Invariant.BOOKS, f"{self.who} {text}")
+
+
+def _held_back(fragment: Fragment, work: Work) -> Work:
+    """A step of mean size stands for what a sparse contribution leaves out, until one that leaves out nothing takes it along."""
+    sparse = fragment.pending is not None and fragment.pending.wire == "sparse"
+    return Work(1, work.samples // work.steps) if sparse else Work()

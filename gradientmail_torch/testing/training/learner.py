@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gradientmail_torch.algorithms import Algorithm
+from gradientmail_torch.algorithms.quantize import BLOCK
 from gradientmail_torch.errors import BackgroundFailure, CorruptObject, LearnerFenced, LearnerIdInUse, MailboxUnavailable, RunTimeout
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.patterns.barrier import Barrier
@@ -32,13 +34,18 @@ CLOSE_BESIDE_STUCK_S, CLOSE_STUCK_S = 800.0, 1000.0
 ELEMENTS = 3
 
 
+def elements(algorithm: Algorithm) -> int:
+    """Of each parameter: as few as will do, or a whole block of which most is left out."""
+    return BLOCK["sparse"] if algorithm.wire == "sparse" else ELEMENTS
+
+
 class Model(nn.Module):
     """One parameter for each fragment."""
 
-    def __init__(self, fragments: int, start: float) -> None:
+    def __init__(self, fragments: int, start: float, *, elements: int) -> None:
         super().__init__()
         for index in range(fragments):
-            self.register_parameter(f"p{index}", nn.Parameter(torch.full((ELEMENTS,), start)))
+            self.register_parameter(f"p{index}", nn.Parameter(torch.full((elements,), start)))
 
 
 @dataclass(slots=True)
@@ -76,11 +83,17 @@ class Learner:
         if plan.upload_s:
             self._box = _SlowUploads(self._box, world.cluster.clock.sleep, plan.upload_s)
         fragments = world.scenario.algorithm.fragments or 1
-        self._model = Model(fragments, float(number))
-        # No two lives go the same way, and no tensor is a multiple of another's.
-        self._change = [torch.tensor([1.0, self._rng.choice((-2.0, -1.0, 0.5)), float(number % 5)]) for _ in range(fragments)]
+        self._model = Model(fragments, float(number), elements=elements(world.scenario.algorithm))
+        self._change = [self._draw_change(number) for _ in range(fragments)]
         self.process: Process
         self.session: Session | None = None
+
+    def _draw_change(self, number: int) -> Tensor:
+        """What each step does to a parameter. No two lives go the same way, and no tensor is a multiple of another's."""
+        first = torch.tensor([1.0, self._rng.choice((-2.0, -1.0, 0.5)), float(number % 5)])
+        count = elements(self._world.scenario.algorithm)
+        # Of many elements each moves less than the one before, so that they take turns in being left out.
+        return first.repeat(-(-count // ELEMENTS))[:count] * torch.linspace(1.0, 0.5, count) if count > ELEMENTS else first
 
     def run(self) -> Ending:
         try:
@@ -200,7 +213,7 @@ class Learner:
             except RunTimeout:
                 pass
         if self._wait_at("done", 60.0):
-            model, closed = Model(len(self._change), 0.0), self._world.closed()
+            model, closed = Model(len(self._change), 0.0, elements=len(self._change[0])), self._world.closed()
             versions = align(model, mailbox=self._box, clock=self._cluster.clock)
             values = [[parameter.detach()] for parameter in model.parameters()]
             self._world.aligned(str(self.process), versions, values, closed=closed)

@@ -408,4 +408,4 @@ def _named(part: Merged | Contribution) -> tuple[object, ...]:
 def _require_close(what: str, value: Tensor, should: Tensor, start: Tensor, rounding: float) -> None:
     room = 1e-3 + _SEEN_BY * float(start.abs().max() + should.abs().max()) + rounding * (should - start.double()).abs()
     if not bool(((value.double() - should).abs() <= room).all()):
-        raise Violation(Invariant.REPLAY, f"{what} is {value.tolist()}; its contributions make {should.tolist()}")
+        raise Violation(Invariant.REPLAY, f"{what} is {value}; its contributions make {should}")

@@ -89,11 +89,11 @@ class Scenario:
         count = rng.choice((2, 2, 3, 3, 4, 5))
         crowd = _crowd(seed)
         learners = (*(_learner(rng, name) for name in NAMES[:count]), *crowd)
-        poll_interval = rng.choice((1.0, 1.0, 2.0))
+        poll_interval = _looks(seed, rng.choice((1.0, 1.0, 2.0)))
         return cls(
             seed=seed,
             conditions=conditions,
-            algorithm=_with_groups(_algorithm(rng, count), seed, crowd=bool(crowd)),
+            algorithm=_sparse(_with_groups(_algorithm(rng, count), seed, crowd=bool(crowd)), seed),
             settings={
                 "lease": rng.choice((12.0, 12.0, 24.0)),
                 "poll_interval": poll_interval,
@@ -162,6 +162,18 @@ def _with_groups(algorithm: Algorithm, seed: int, *, crowd: bool) -> Algorithm:
     if crowd and isinstance(algorithm, DecoupledDiLoCo):
         return replace(algorithm, fan_in=fan_in, grace=8.0, called=True)
     return replace(algorithm, fan_in=fan_in)
+
+
+def _sparse(algorithm: Algorithm, seed: int) -> Algorithm:
+    """In some seeds contributions leave out most of what they could bring, which stays local progress."""
+    rng = random.Random(f"sparse {seed}")
+    keeps = isinstance(algorithm, DecoupledDiLoCo) and algorithm.adoption_rule == "rebase"
+    return replace(algorithm, wire="sparse") if keeps and rng.random() < 0.12 else algorithm
+
+
+def _looks(seed: int, poll_interval: float) -> float | None:
+    """In some seeds each learner looks as often as its own cycles ask for."""
+    return None if random.Random(f"looks {seed}").random() < 0.12 else poll_interval
 
 
 def _troubles(rng: random.Random, learners: tuple[LearnerPlan, ...]) -> tuple[Trouble, ...]:

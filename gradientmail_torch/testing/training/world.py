@@ -16,7 +16,7 @@ from gradientmail_torch.session import align, lease, round_listing
 from gradientmail_torch.testing.network import Event
 from gradientmail_torch.testing.process import Process, SimulationError
 from gradientmail_torch.testing.simulation import SimulatedCluster
-from gradientmail_torch.testing.training.learner import Ending, Learner, Model
+from gradientmail_torch.testing.training.learner import Ending, Learner, Model, elements
 from gradientmail_torch.testing.training.ledger import Ledger, is_creation
 from gradientmail_torch.testing.training.liveness import Liveness
 from gradientmail_torch.testing.training.scenario import LearnerPlan, Scenario, Trouble
@@ -210,7 +210,7 @@ class World:
 
     def _check_end(self) -> None:
         if self.ledger.manifest is not None:
-            model = Model(len(self.ledger.manifest.layout), 0.0)
+            model = Model(len(self.ledger.manifest.layout), 0.0, elements=elements(self.scenario.algorithm))
             versions = align(model, mailbox=self.cluster.store)
             self.aligned("a reader", versions, [[parameter.detach()] for parameter in model.parameters()], closed=self.closed())
         for record in self._open_records():
