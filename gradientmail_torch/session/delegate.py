@@ -1,10 +1,9 @@
 """Sums the contributions of groups ahead of a merge, where a round has more than one learner should read.
 
-Without this the syncer of a fragment reads all N contributions of a round. Where the commit before had more than
-``fan_in`` contributors, learners fall into groups of about that many, by a hash of their IDs, which all compute alike.
-One of each group reads the others' contributions and leaves their weighted sum. The syncer reads the sums, and by
-themselves those contributions that are in none, so a delegate that dies or sleeps costs no more than the reading of
-its group.
+Without this the syncer of a fragment reads all N contributions of a round. Where more than ``fan_in`` are expected
+(:mod:`.crowd`), learners fall into groups of about that many, by a hash of their IDs, which all compute alike. One of
+each group reads the others' contributions and leaves their weighted sum. The syncer reads the sums, and by themselves
+those contributions that are in none, so a delegate that dies or sleeps costs no more than the reading of its group.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from uuid import uuid4
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.algorithm import Algorithm
 from gradientmail_torch.algorithms.merge import Method, Sums, summed
-from gradientmail_torch.algorithms.quorum import delegate_order, group_of, groups_ahead
+from gradientmail_torch.algorithms.quorum import delegate_order, group_of
 from gradientmail_torch.messages import Partial, encode
 from gradientmail_torch.session.closing_round import ClosingRound, Own
+from gradientmail_torch.session.crowd import FLAT, Crowd, crowd
 from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.session.partials import delegate_of, read_partial, uplinks
 from gradientmail_torch.session.replica import Fragment, Replica
@@ -51,48 +51,47 @@ class Delegate:
         It is time when all of the group that may come are in the round, or it has ``waited_enough``. True when
         something was done, so that what is known of the round is old.
         """
-        before = self._before(fragment, version)
-        groups = groups_ahead(len(before), self._algorithm.fan_in)
+        expected, groups = self._crowd(fragment, version, peers)
         if not groups or self._life.learner_id not in contributors or self._done.get(fragment.index, 0) >= version:
             return False
         run = self._run.manifest.nonce
         group = group_of(run, self._life.learner_id, groups)
         members = frozenset(i for i in contributors if group_of(run, i, groups) == group)
-        expected = self._expected(before, group, groups, peers)
-        if len(members) < 2 or not (waited_enough or expected <= members):
+        if len(members) < 2 or not (waited_enough or self._of_group(expected, group, groups, peers) <= members):
             return False
         if delegate_of(self._run, fragment.index, version, members, peers) != self._life.learner_id:
             return False
         self._done[fragment.index] = version
-        self._sum_up(fragment, version, group, members, self._algorithm.merge_method(len(before)))
+        self._sum_up(fragment, version, group, members, self._algorithm.merge_method(len(expected)))
         return True
 
     def place(self, fragment: Fragment, version: int, peers: Mapping[str, Peer]) -> int | None:
         """This learner's place among those of its group who may be in the round, or None where nothing is to be summed up.
 
-        It goes by who was in the commit before, as seen when this is first asked for.
+        It goes by who is expected when this is first asked for.
         """
-        before = self._before(fragment, version)
-        groups = groups_ahead(len(before), self._algorithm.fan_in)
+        everyone, groups = self._crowd(fragment, version, peers)
         if not groups or self._done.get(fragment.index, 0) >= version:
             return None
         of_version, place = self._places.get(fragment.index, (0, 0))
         if of_version != version:
             run, me = self._run.manifest.nonce, self._life.learner_id
-            expected = self._expected(before, group_of(run, me, groups), groups, peers) | {me}
+            expected = self._of_group(everyone, group_of(run, me, groups), groups, peers) | {me}
             place = delegate_order(run, fragment.index, version, uplinks(expected, peers)).index(me)
             self._places[fragment.index] = version, place
         return place
 
-    def _before(self, fragment: Fragment, version: int) -> frozenset[str]:
-        """Who contributed to the version before."""
+    def _crowd(self, fragment: Fragment, version: int, peers: Mapping[str, Peer]) -> Crowd:
         with self._replica.lock:
-            return fragment.recent if fragment.known == version - 1 else frozenset()
+            if fragment.known != version - 1:
+                return FLAT
+            before = fragment.recent
+        return crowd(before, peers, self._life.learner_id, self._algorithm.fan_in)
 
-    def _expected(self, before: frozenset[str], group: int, groups: int, peers: Mapping[str, Peer]) -> set[str]:
+    def _of_group(self, expected: Collection[str], group: int, groups: int, peers: Mapping[str, Peer]) -> set[str]:
         """Members of a group that may contribute, as far as one knows."""
         run = self._run.manifest.nonce
-        return {i for i in before if _may_come(peers.get(i)) and group_of(run, i, groups) == group}
+        return {i for i in expected if _may_come(peers.get(i)) and group_of(run, i, groups) == group}
 
     def _sum_up(self, fragment: Fragment, version: int, group: int, members: Collection[str], method: Method) -> None:
         key = keys.partial(fragment.index, version, group)
@@ -135,5 +134,5 @@ class Delegate:
 
 
 def _may_come(peer: Peer | None) -> bool:
-    """Whether a learner that was in the commit before may contribute again; one that is not watched may."""
+    """Whether a learner that is expected may still come; one that is not watched may."""
     return peer is None or (peer.live and peer.beat.state == "training")

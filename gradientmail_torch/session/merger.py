@@ -15,6 +15,7 @@ from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.messages import Commit, SummedAhead, encode, reference
 from gradientmail_torch.session.closing_round import ClosingRound, Own
+from gradientmail_torch.session.crowd import FLAT, Crowd
 from gradientmail_torch.session.parameters import difference, total
 from gradientmail_torch.session.partials import read_partials
 from gradientmail_torch.session.replica import Fragment, Replica
@@ -47,8 +48,8 @@ class Merger:
         self.seconds = 0.0
         """Moving average of the time that this learner takes to merge and commit a round."""
 
-    def merge(self, fragment: Fragment, version: int, void: frozenset[str], *, groups: int) -> frozenset[str]:
-        """Merge and commit the round that leads to ``version``, of which ``groups`` may have been summed ahead.
+    def merge(self, fragment: Fragment, version: int, void: frozenset[str], expected: Crowd) -> frozenset[str]:
+        """Merge and commit the round that leads to ``version``, of which the groups of those ``expected`` may have been summed ahead.
 
         Nothing is merged when contributors beyond ``void`` turn out to have left no sound record: without them the
         round may not have its quorum. They are returned.
@@ -58,7 +59,6 @@ class Merger:
             if fragment.known != version - 1:
                 return frozenset()
             before, pending = Base(fragment.known, fragment.newest_nonce(), fragment.newest_values()), fragment.pending
-            recent = fragment.recent
         own = Own(pending.record, pending.delta) if pending and pending.record and pending.delta else None
         try:
             state = self._outer_state(fragment, version - 1)
@@ -66,8 +66,8 @@ class Merger:
             if self._run.commit(fragment.index, version) is not None:
                 return frozenset()  # this learner slept: the round is long committed, and the state it needed is swept away
             raise
-        ahead = self._algorithm.merge_method(max(1, len(recent)))
-        partials = read_partials(self._run, fragment.index, version, groups, ahead)
+        ahead = self._algorithm.merge_method(max(1, len(expected.members)))
+        partials = read_partials(self._run, fragment.index, version, expected.groups, ahead)
         closing = ClosingRound(self._run, fragment.index, version, before.values, own, partials=partials)
         found_void = frozenset(each.learner_id for each in closing.left_out.values())
         if not found_void <= void:
@@ -76,7 +76,7 @@ class Merger:
         try:
             merged = merge(closing.parts, fragment.specs, method)
         except DirectionVanished:
-            return self.merge(fragment, version, void, groups=0)
+            return self.merge(fragment, version, void, FLAT)
         if not closing.merged and not closing.left_out:
             return frozenset()  # retention has removed its records: it is committed
         if closing.merged:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.algorithm import Algorithm, Pace
-from gradientmail_torch.algorithms.quorum import RoundView, closes, groups_ahead, quorum_reached, waited_for
+from gradientmail_torch.algorithms.quorum import RoundView, closes, quorum_reached, waited_for
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import InvalidName
+from gradientmail_torch.session.crowd import crowd
 from gradientmail_torch.session.delegate import GRACE_SHARE, LOOKING, Delegate
 from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.session.membership import Membership
@@ -214,9 +215,9 @@ class Syncer:
             return
         turn = watch.turn
         if self._turns.has_come(fragment.index, version, turn, live, now) and self._turns.claim(fragment.index, version, turn):
-            groups = groups_ahead(len(fragment.recent), self._algorithm.fan_in)
-            if not groups or self._summed_ahead(fragment, version, contributors, groups, now - turn.claim_at):
-                watch.void |= self._merger.merge(fragment, version, watch.void, groups=groups)
+            expected = crowd(fragment.recent, self._membership.peers, self._life.learner_id, self._algorithm.fan_in)
+            if not expected.groups or self._summed_ahead(fragment, version, contributors, expected.groups, now - turn.claim_at):
+                watch.void |= self._merger.merge(fragment, version, watch.void, expected)
 
     def _live_peers(self) -> dict[str, Peer]:
         return {learner_id: peer for learner_id, peer in self._membership.peers.items() if peer.live}

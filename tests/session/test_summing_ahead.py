@@ -18,6 +18,7 @@ from gradientmail_torch.algorithms.merge import Weighted, merge
 from gradientmail_torch.algorithms.quorum import delegate_order, group_of, groups_ahead
 from gradientmail_torch.cli.verify import verify
 from gradientmail_torch.messages import Commit, Partial, encode, read, reference
+from gradientmail_torch.session.lease import UNREAD, Peer
 from gradientmail_torch.session.run import Run
 from gradientmail_torch.testing.faults import Crash, CrashAfter, CrashBefore
 
@@ -31,8 +32,16 @@ class Model(nn.Module):
         self.w = nn.Parameter(torch.zeros(SIZE))
 
 
-def crowd(world: Any, names: str = NAMES, *, fan_in: int = 3, keep: int | None = None, size: int = SIZE, **changes: Any) -> list[Any]:
-    """Learners that have all been in the first commit."""
+def crowd(world: Any, names: str = NAMES, **settings: Any) -> list[Any]:
+    """Learners that have all been in the first commit, and know each other since."""
+    nodes = strangers(world, names, **settings)
+    offer(*nodes)
+    commit(world, nodes, 1)
+    meet(nodes)
+    return nodes
+
+
+def strangers(world: Any, names: str, *, fan_in: int = 3, keep: int | None = None, size: int = SIZE, **changes: Any) -> list[Any]:
     algorithm = DecoupledDiLoCo(
         **{"sync_every": 1000, "fragments": 1, "wire": "fp32", "commit_wire": "fp32", "grace": 0.0, "fan_in": fan_in} | changes
     )
@@ -41,9 +50,6 @@ def crowd(world: Any, names: str = NAMES, *, fan_in: int = 3, keep: int | None =
         model = Model()
         model.w = nn.Parameter(torch.zeros(size))
         nodes.append(world.node(name, algorithm, model=model, keep=keep, keep_seconds=0.0))
-    meet(nodes)
-    offer(*nodes)
-    commit(world, nodes, 1)
     return nodes
 
 
@@ -82,9 +88,9 @@ def commit(world: Any, nodes: list[Any], version: int, *, but: Any = None) -> Co
     return made
 
 
-def groups(world: Any, nodes: list[Any]) -> dict[int, list[str]]:
+def groups(world: Any, nodes: list[Any], *, count: int = 0) -> dict[int, list[str]]:
     """The members of each group that is worth a sum."""
-    run, count = nodes[0].run.manifest.nonce, groups_ahead(len(nodes), nodes[0].session.algorithm.fan_in)
+    run, count = nodes[0].run.manifest.nonce, count or groups_ahead(len(nodes), nodes[0].session.algorithm.fan_in)
     found: dict[int, list[str]] = {}
     for node in nodes:
         found.setdefault(group_of(run, node.id, count), []).append(node.id)
@@ -118,7 +124,6 @@ def partials(world: Any) -> list[str]:
 @pytest.mark.parametrize("changes", [{"merge": "mean"}, {"merge": "rda"}, {"wire": "bf16", "commit_wire": "bf16"}], ids=str)
 def test_groups_are_summed_ahead_and_the_commit_is_that_of_a_flat_merge(world: Any, changes: dict[str, Any]) -> None:
     nodes = crowd(world, **changes)
-    assert world.commit(1).ahead == (), "nobody knew how many would come"
     for version in (2, 3):
         offer(*nodes)
         made = commit(world, nodes, version)
@@ -126,6 +131,42 @@ def test_groups_are_summed_ahead_and_the_commit_is_that_of_a_flat_merge(world: A
         assert sums == {tuple(members) for members in groups(world, nodes).values()}
         if "commit_wire" not in changes:
             check(world, nodes, made)
+
+
+def test_a_first_round_is_grouped_by_those_who_train(world: Any) -> None:
+    nodes = strangers(world, NAMES)
+    meet(nodes)
+    offer(*nodes)
+    made = commit(world, nodes, 1)
+    sums = {tuple(sorted(m.learner_id for m in made.merged[a:b])) for a, b in slices(made)}
+    assert sums == {tuple(members) for members in groups(world, nodes, count=4).values()}
+    assert sorted(merged.learner_id for merged in made.merged) == list(NAMES)
+
+
+def test_where_many_have_come_the_round_is_grouped_by_those_who_train(world: Any) -> None:
+    few = crowd(world, NAMES[:2])
+    many = [*few, *strangers(world, NAMES[2:])]
+    meet(many)
+    offer(*many)
+    assert commit(world, many, 2).ahead
+
+
+@pytest.mark.parametrize("seen", [6, 16])
+def test_a_first_round_is_right_where_the_delegates_saw_fewer_or_more_than_the_syncer(world: Any, seen: int) -> None:
+    nodes = strangers(world, NAMES)
+    meet(nodes)
+    offer(*nodes)
+    for node in nodes:
+        node.engine.syncer._delegate.consider(node.fragment, 1, frozenset(NAMES), seen_by(node, seen), waited_enough=True)
+    assert partials(world)
+    made = commit(world, nodes, 1)
+    assert sorted(merged.learner_id for merged in made.merged) == list(NAMES)
+
+
+def seen_by(node: Any, count: int) -> dict[str, Peer]:
+    """So many others, some of whom may not be there."""
+    known = dict(sorted(node.session._membership.peers.items())[:count])
+    return known | {f"more-{number}": Peer(f"more-{number}", 1, UNREAD, live=True) for number in range(count - len(known))}
 
 
 def slices(made: Commit) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ from gradientmail_torch.messages import (
     decode,
     reference,
 )
+from gradientmail_torch.session.crowd import GROWN
 from gradientmail_torch.session.parameters import difference, total
 from gradientmail_torch.session.run import INITIAL_NONCE, outer_specs
 from gradientmail_torch.testing.network import Event
@@ -313,6 +314,14 @@ class Ledger:
             raise Violation(Invariant.SAME_BITS, f"{where} has no value, or two")
         return found[0]
 
+    def _methods(self, previous: Commit | None, *, listed: int, ahead: bool) -> set[str]:
+        """By the contributions that were read, or where groups were summed ahead, by how many were expected."""
+        if not ahead:
+            return {arithmetic.method(self._algorithm.merge, listed)}
+        before = len(previous.merged) if previous is not None else 0
+        grown = GROWN * max(before, self._algorithm.fan_in) + 1
+        return {arithmetic.method(self._algorithm.merge, expected) for expected in (before, grown)}
+
     def _check_values(self, key: str, where: Round, commit: Commit, values: list[Tensor]) -> None:
         fragment, version = where
         specs, outer = self.specs(fragment), self._algorithm.outer
@@ -322,9 +331,9 @@ class Ledger:
         *in_sums, alone = _in_sums(commit)
         reads = [self._read_by(where, partial.merged, partial.left_out) for partial in (self.partials[a.data.key] for a in commit.ahead)]
         reads.append(self._read_by(where, alone, commit.left_out))
-        listed = len(previous.merged) if in_sums and previous is not None else len(reads[-1][1])
-        if commit.method != (how := arithmetic.method(self._algorithm.merge, listed)):
-            raise Violation(Invariant.REPLAY, f"{key} merges {listed} by {commit.method}, not by {how}")
+        how = commit.method
+        if how not in (right := self._methods(previous, listed=len(reads[-1][1]), ahead=bool(in_sums))):
+            raise Violation(Invariant.REPLAY, f"{key} merges by {how}, not by {' or '.join(sorted(right))}")
         if not commit.merged:
             if not same_bits(values, before) or not same_bits(state or [], after_state or []):
                 raise Violation(Invariant.REPLAY, f"{key} merges nothing, and changes the fragment")
