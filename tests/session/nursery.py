@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,6 +68,11 @@ class Fated(Interposed):
         # To this thread, so that it does not go on until another one has taken the signal.
         signal.pthread_kill(threading.get_ident(), getattr(signal, self._fate["signal"]))
 
+    @property
+    def fate_is_met(self) -> bool:
+        """Who is to die at a commit trains until it has one to make, which may be when the others are done."""
+        return self._fate is None or self._met >= self._fate["number"]
+
     def wait_for(self, requests: int) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: self._requests >= requests, PACE_S), "the background stands still"
@@ -94,7 +100,9 @@ def live(config: dict[str, Any]) -> dict[str, Any]:
     barrier.wait("start", parties=config["parties"], timeout=PACE_S)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with session:
-        for number in range(config["steps"]):
+        for number in count():
+            if number >= config["steps"] and box.fate_is_met:
+                break
             train(model, optimizer)
             session.step(samples=4)
             box.wait_for(10 + 4 * number)
