@@ -43,7 +43,8 @@ class Work:
         return Work(self.steps - other.steps, self.samples - other.samples)
 
     def one_step(self) -> Work:
-        return Work(1, self.samples // self.steps)
+        """Of mean size; of one sample where there are fewer of them than steps, since nobody may offer a step without any."""
+        return Work(1, max(1, self.samples // self.steps))
 
 
 @dataclass(slots=True, eq=False)

@@ -67,6 +67,20 @@ def test_what_sparse_contributions_have_left_out_goes_with_the_last_one(world: A
     assert a.session.stats().tally.merged_work.steps == 4 + trained_after
 
 
+def test_a_step_that_is_held_back_has_a_sample_even_where_steps_have_not(world: Any) -> None:
+    """Its contribution could not be read, and each round that was made of it called for the next one."""
+    a = world.node("a", algorithm(sync_every=4, wire="sparse"), model=Large())
+    for _ in range(2):
+        with torch.no_grad():
+            a.model.w.add_(1.0)
+        a.session.step(samples=1, steps=4)
+        world.turn(4)
+    a.session.close()
+    assert committed(a) == [2.0] * 8192
+    tally = a.session.stats().tally
+    assert (tally.merged_work.steps, tally.merged_work.samples) == (8, 2)
+
+
 def test_two_that_close_one_after_the_other_lose_nothing(world: Any) -> None:
     a, b = world.node("a", algorithm()), world.node("b", algorithm())
     world.meet()
