@@ -189,7 +189,7 @@ class Merged(Record, frozen=True, kw_only=True):
     samples: Count
     weight: Finite
     data: DataRef
-    clips: dict[str, Finite] = {}
+    clips: dict[Count, Annotated[float, msgspec.Meta(ge=0, le=1)]] = {}
     """Factor by which a tensor's delta was shortened, by the tensor's place in the layout."""
     anchor: str = ""
     """Nonce of the commit that the progress was counted from (``init`` before the first); empty when not said."""

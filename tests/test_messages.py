@@ -60,7 +60,7 @@ RECORDS: list[Record] = [
         parameters=REF,
         outer=REF,
         method="rda",
-        merged=(Merged(nonce=NONCE, learner_id="a", generation=1, steps=1, samples=2, weight=4.0, data=REF, clips={"3": 0.5}),),
+        merged=(Merged(nonce=NONCE, learner_id="a", generation=1, steps=1, samples=2, weight=4.0, data=REF, clips={3: 0.5}),),
         left_out=(LeftOut(nonce="", learner_id="b", reason="it is not finite"),),
     ),
     Partial(

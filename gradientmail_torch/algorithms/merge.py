@@ -26,6 +26,10 @@ OUT_OF_PROPORTION = 1e6
 RDA_FROM = 4
 """``merge="auto"`` takes RDA from this many contributions on; its measured gain is at 8 and 16 learners."""
 _VANISHED = 1e-6
+_NOTHING = 1e-30
+"""A norm below this is that of zeros: in fp32 the squares of anything so small are 0."""
+_DWARFS = 2.0**20
+"""Weights are counted in units of the first one, and anew in those of one so much larger: fp32 ends at 3e38."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class Sums:
     """
 
     unit: float
-    """Weight of the first contribution."""
+    """Weight of the first contribution, or of the last one that has dwarfed those before."""
     total: float
     """Sum of the weights, in units."""
     heaviest: float
@@ -87,6 +91,19 @@ class Sums:
     """By tensor, Σ w·v, or Σ w·φ(v) where directions are merged; of integers, that of the heaviest contribution."""
     radii: list[float]
     """By tensor, Σ w‖v‖ where directions are merged."""
+
+    def weigh(self, weight: float) -> float:
+        """``weight`` in units, which is the unit from here on where it dwarfs the one before."""
+        if weight > _DWARFS * self.unit:
+            shrunk = self.unit / weight
+            if shrunk > 0:
+                for tensor in self.tensors:
+                    if tensor.is_floating_point():
+                        tensor.mul_(shrunk)
+                self.radii = [radius * shrunk for radius in self.radii]
+            self.total *= shrunk
+            self.unit = weight
+        return weight / self.unit
 
 
 class DirectionVanished(Exception):
@@ -113,7 +130,7 @@ def merge(parts: Callable[[], Iterable[Weighted | Sums]], specs: Sequence[Tensor
         if directional[i]:
             norm = vector_norm(sums[i])
             vanished[i] = norm / total <= _VANISHED and summed.radii[i] > 0
-            if norm > 0:
+            if norm > 0 and not vanished[i]:
                 sums[i].mul_(summed.radii[i] / total / norm)
         elif spec.floating and total != 1.0:
             sums[i].div_(total)
@@ -160,8 +177,7 @@ def _sum(parts: Iterable[Weighted | Sums], specs: Sequence[TensorSpec], directio
 
 
 def _add(sums: Sums, contribution: Weighted, specs: Sequence[TensorSpec], directional: Sequence[bool]) -> None:
-    sums.unit = sums.unit or contribution.weight
-    share = contribution.weight / sums.unit
+    share = sums.weigh(contribution.weight)
     sums.total += share
     for i, tensor in enumerate(contribution.tensors):
         scale = share * contribution.clips.get(i, 1.0)
@@ -170,7 +186,7 @@ def _add(sums: Sums, contribution: Weighted, specs: Sequence[TensorSpec], direct
                 sums.tensors[i].copy_(tensor)
         elif directional[i]:
             sums.radii[i] += scale * contribution.norms[i]
-            if contribution.norms[i] > 0:
+            if contribution.norms[i] > _NOTHING:
                 sums.tensors[i].add_(tensor, alpha=share / contribution.norms[i])
         else:
             sums.tensors[i].add_(tensor, alpha=scale)
@@ -178,8 +194,7 @@ def _add(sums: Sums, contribution: Weighted, specs: Sequence[TensorSpec], direct
 
 
 def _add_sums(sums: Sums, part: Sums, specs: Sequence[TensorSpec]) -> None:
-    sums.unit = sums.unit or part.unit
-    scale = part.unit / sums.unit
+    scale = sums.weigh(part.unit)
     sums.total += scale * part.total
     for i, tensor in enumerate(part.tensors):
         if specs[i].floating:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from gradientmail_torch import keys
 from gradientmail_torch.errors import CorruptObject, RunMismatch
 from gradientmail_torch.mailbox import Mailbox
-from gradientmail_torch.messages import Commit, Contribution, DataRef, read
+from gradientmail_torch.messages import Commit, Contribution, DataRef, Merged, read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,12 +117,12 @@ def _again(run: Run, commit: Commit, before: list[Tensor], state: list[Tensor] |
 
 
 def _parts(run: Run, commit: Commit, problems: list[str]) -> Iterator[Weighted | Sums]:
-    """What the syncer has summed: sums that others had made, of which differences are added to ``problems``, and contributions."""
+    """What the syncer has summed: sums that others had made, and contributions. Differences are added to ``problems``."""
     from gradientmail_torch.algorithms import wire
     from gradientmail_torch.algorithms.merge import combined, summed
 
     specs = run.layout[commit.fragment]
-    each = _contributions(run, commit)
+    each = _contributions(run, commit, problems)
 
     def ahead() -> Iterator[Sums]:
         for part in commit.ahead:
@@ -135,7 +135,7 @@ def _parts(run: Run, commit: Commit, problems: list[str]) -> Iterator[Weighted |
     yield from each
 
 
-def _contributions(run: Run, commit: Commit) -> Iterator[Weighted]:
+def _contributions(run: Run, commit: Commit, problems: list[str]) -> Iterator[Weighted]:
     from gradientmail_torch.algorithms.merge import Weighted, norms
 
     specs = run.layout[commit.fragment]
@@ -143,11 +143,23 @@ def _contributions(run: Run, commit: Commit) -> Iterator[Weighted]:
         tensors = run.tensors(merged.data, specs)
         if tensors is None:
             raise _Gone
-        record = read(run.mailbox, Contribution, keys.contribution(commit.fragment, commit.version, merged.learner_id))
-        stated = record.norms if record is not None and record.nonce == merged.nonce else norms(tensors, specs)
-        yield Weighted(
-            weight=merged.weight, tensors=tensors, norms=stated, clips={int(place): factor for place, factor in merged.clips.items()}
-        )
+        record = _record(run, commit, merged)
+        if record is not None and _offered(record) != _offered(merged):
+            problems.append(
+                f"version {commit.version}, merged by {commit.by}, names other work or data of {merged.learner_id} than it has offered"
+            )
+        stated = record.norms if record is not None else norms(tensors, specs)
+        yield Weighted(weight=merged.weight, tensors=tensors, norms=stated, clips=merged.clips)
+
+
+def _record(run: Run, commit: Commit, merged: Merged) -> Contribution | None:
+    """What a learner has offered, where it is still there: retention removes it, and another life may have offered since."""
+    record = read(run.mailbox, Contribution, keys.contribution(commit.fragment, commit.version, merged.learner_id))
+    return record if record is not None and record.nonce == merged.nonce else None
+
+
+def _offered(part: Contribution | Merged) -> tuple[int, int, float, DataRef]:
+    return part.steps, part.samples, part.weight, part.data
 
 
 def _compare(commit: Commit, what: str, ref: DataRef, data: bytes) -> str:

@@ -143,7 +143,7 @@ class ClosingRound:
         clips = clip_factors([record.norms for record in records.values()], [record.steps for record in records.values()])
         for (key, record), clip in zip(records.items(), clips, strict=True):
             if self.merged and record.nonce in self.merged:
-                clip = {int(place): factor for place, factor in self.merged[record.nonce].clips.items()}
+                clip = self.merged[record.nonce].clips
             tensors = self._load(key, record)
             if tensors is None:
                 continue
@@ -157,7 +157,7 @@ class ClosingRound:
                     samples=record.samples,
                     weight=record.weight,
                     data=record.data,
-                    clips={str(place): factor for place, factor in clip.items()},
+                    clips=clip,
                     anchor=record.anchor,
                 ),
             )

@@ -15,7 +15,7 @@ from gradientmail_torch import keys
 from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Method, Sums, directions_are_merged, vector_norm
 from gradientmail_torch.algorithms.quorum import delegate_order, group_of
 from gradientmail_torch.errors import CorruptObject
-from gradientmail_torch.messages import Partial, TensorSpec, read
+from gradientmail_torch.messages import MAX_SAMPLES, MAX_STEPS, Partial, TensorSpec, read
 from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.session.run import Run
 
@@ -87,8 +87,12 @@ def _problem(run: Run, partial: Partial, where: tuple[int, int, int], groups: in
     for merged in partial.merged:
         if group_of(run.manifest.nonce, merged.learner_id, groups) != partial.group:
             return f"{merged.learner_id!r} is in another group"
-        if not merged.steps or merged.weight <= 0 or merged.weight != merged.samples * (merged.samples / merged.steps):
+        if not (1 <= merged.steps <= MAX_STEPS and 1 <= merged.samples <= MAX_SAMPLES):
+            return f"{merged.learner_id!r} cannot have made {merged.steps} steps on {merged.samples} samples"
+        if merged.weight != merged.samples * (merged.samples / merged.steps):
             return f"the weight of {merged.learner_id!r} is not that of its samples and steps"
+        if any(place >= len(partial.radii) for place in merged.clips):
+            return f"they shorten a tensor of {merged.learner_id!r} that is in no layout"
         if not keys.is_delta_of(merged.data.key, partial.fragment, merged.learner_id, merged.nonce):
             return f"the data of {merged.learner_id!r} is not in its place"
     return ""
@@ -115,11 +119,12 @@ def load_sums(run: Run, partial: Partial, sizes: Sequence[float]) -> Sums | None
 
 
 def _as_sums(partial: Partial, tensors: list[Tensor]) -> Sums:
-    weights = [merged.weight for merged in partial.merged]
-    total = 0.0
-    for weight in weights:
-        total += weight / weights[0]
-    return Sums(unit=weights[0], total=total, heaviest=max(weights), tensors=tensors, radii=[*partial.radii])
+    sums = Sums(unit=0.0, total=0.0, heaviest=0.0, tensors=[], radii=[])
+    for merged in partial.merged:
+        sums.total += sums.weigh(merged.weight)
+        sums.heaviest = max(sums.heaviest, merged.weight)
+    sums.tensors, sums.radii = tensors, [*partial.radii]
+    return sums
 
 
 def _unsound(sums: Sums, specs: Sequence[TensorSpec], method: str, sizes: Sequence[float]) -> str:

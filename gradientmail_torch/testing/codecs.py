@@ -67,9 +67,7 @@ def _records() -> dict[type[Record], list[Record]]:
         TensorSpec(name="layer.weight", shape=(3, 2), dtype="float32", embedding=True),
         TensorSpec(name="norm.batches", shape=(), dtype="int64", kind="buffer"),
     )
-    merged = messages.Merged(
-        nonce=_NONCE, learner_id="node-0", generation=1, steps=5, samples=80, weight=1280.0, data=ref, clips={"0": 0.5}
-    )
+    merged = messages.Merged(nonce=_NONCE, learner_id="node-0", generation=1, steps=5, samples=80, weight=1280.0, data=ref, clips={0: 0.5})
     found: list[Record] = [
         ref,
         *specs,

@@ -26,7 +26,7 @@ from gradientmail_torch.algorithms.merge import (
     norms,
     summed,
 )
-from gradientmail_torch.messages import TensorSpec
+from gradientmail_torch.messages import MAX_SAMPLES, MAX_STEPS, TensorSpec
 
 quick = settings(deadline=None, max_examples=60)
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "merge.json").read_text())
@@ -311,6 +311,33 @@ def test_a_clipped_tensor_counts_as_if_it_had_been_shorter(method: Method) -> No
     (found,) = merged([[a], [b]], [1, 1], method, clips=[{}, {0: 0.25}])
     (expected,) = merged([[a], [b * 0.25]], [1, 1], method)
     torch.testing.assert_close(found, expected)
+
+
+# --- out of all proportion ---------------------------------------------------------------------------------
+
+HEAVY, LIGHT = MAX_SAMPLES * (MAX_SAMPLES / 1), 1 / MAX_STEPS
+"""The weights of contributions at the bounds of what a record may say: 1e33 apart, when fp32 ends at 3e38."""
+IN_ORDER = [(LIGHT, HEAVY, 1.0), (1.0, LIGHT, HEAVY), (HEAVY, 1.0, LIGHT)]
+
+
+@pytest.mark.parametrize("weights", IN_ORDER, ids=str)
+@pytest.mark.parametrize("method", ["mean", "rda"])
+@pytest.mark.parametrize("sizes", [(), (1,), (2,), (1, 1), (3,)], ids=str)
+def test_weights_at_the_bounds_leave_the_heaviest_in_full(weights: tuple[float, ...], method: Method, sizes: tuple[int, ...]) -> None:
+    specs = [spec(3)]
+    vectors = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1e9, -1e9, 1e9]), torch.tensor([0.0, 1e8, 0.0])]
+    parts = [Weighted(weight=w, tensors=[v], norms=norms([v], specs)) for w, v in zip(weights, vectors, strict=True)]
+    (found,) = in_groups(parts, sizes, specs, method) if sizes else merge(lambda: iter(parts), specs, method)
+    torch.testing.assert_close(found, vectors[weights.index(HEAVY)], rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-40, 1e-30])
+@pytest.mark.parametrize("weight", [LIGHT, HEAVY])
+def test_zeros_whose_norm_is_said_to_be_next_to_nothing_have_no_direction(norm: float, weight: float) -> None:
+    vector = torch.tensor([3.0, 4.0])
+    parts = [Weighted(weight=1.0, tensors=[vector], norms=[5.0]), Weighted(weight=weight, tensors=[vector * 0], norms=[norm])]
+    (found,) = merge(lambda: iter(parts), [spec(2)], "rda")
+    torch.testing.assert_close(found, vector / (1 + weight))
 
 
 # --- sums that were made ahead -----------------------------------------------------------------------------

@@ -403,6 +403,9 @@ LIES: dict[str, Callable[[Any, Run, Partial], Partial]] = {
     "out of order": record(merged=lambda partial: partial.merged[::-1]),
     "more weight": record(merged=first_as(weight=1e6)),
     "no steps": record(merged=first_as(steps=0)),
+    "more steps than there can be": record(merged=first_as(steps=2**53, samples=1, weight=2.0**-53)),
+    "more samples than there can be": record(merged=first_as(steps=1, samples=10**15, weight=1e30)),
+    "a tensor that is not there shortened": record(merged=first_as(clips={77: 0.5})),
     "a stranger": record(merged=first_as(learner_id="nobody")),
     "data elsewhere": record(data=lambda partial: msgspec.structs.replace(partial.data, key="run.json")),
     "another digest": record(data=lambda partial: msgspec.structs.replace(partial.data, sha256="0" * 64)),
@@ -428,6 +431,30 @@ def test_sums_that_cannot_be_right_are_passed_over_and_their_contributions_read(
         made = commit(world, nodes, 2)
     assert "passed over" in caplog.text
     assert not {merged.learner_id for begin, end in slices(made) for merged in made.merged[begin:end]} & {*members}
+    check(world, nodes, made)
+
+
+def test_a_replay_names_who_was_given_another_weight_than_it_has_offered(world: Any) -> None:
+    """Sums that are made with it are in themselves sound."""
+    nodes = crowd(world)
+    offer(*nodes)
+    made = commit(world, nodes, 2)
+    first, *others = made.merged
+    lie = msgspec.structs.replace(first, samples=9, steps=1, weight=81.0)
+    (found,) = verify(world.mailbox, (world.commit(1), msgspec.structs.replace(made, merged=(lie, *others))))
+    assert f"names other work or data of {first.learner_id} than it has offered" in found.problem
+
+
+@pytest.mark.parametrize("name", ["abc", "-1", "0.5"])
+def test_sums_that_shorten_what_has_no_place_are_no_record(world: Any, name: str) -> None:
+    nodes = crowd(world)
+    offer(*nodes)
+    for node in nodes:
+        node.engine.syncer._delegate.consider(node.fragment, 2, frozenset(NAMES), {}, waited_enough=True)
+    for key in world.keys("partials/"):
+        world.mailbox.put(key, world.mailbox.get(key).replace(b'"clips":{}', b'"clips":{"%s":0.5}' % name.encode(), 1))
+    made = commit(world, nodes, 2)
+    assert made.ahead == ()
     check(world, nodes, made)
 
 

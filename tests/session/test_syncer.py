@@ -532,8 +532,7 @@ def _replayed(run: Any, specs: Any, commit: Commit, values: Any, state: Any, set
     def contributions() -> Any:
         for each in commit.merged:
             tensors = run.tensors(each.data, specs)
-            clips = {int(place): factor for place, factor in each.clips.items()}
-            yield Weighted(weight=each.weight, tensors=tensors, norms=norms(tensors, specs), clips=clips)
+            yield Weighted(weight=each.weight, tensors=tensors, norms=norms(tensors, specs), clips=each.clips)
 
     merged = merge(contributions, specs, commit.method)  # type: ignore[arg-type]
     return settings.outer.step(values, merged, state, specs, commit.version)

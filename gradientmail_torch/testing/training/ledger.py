@@ -362,7 +362,7 @@ class Ledger:
                 weight=merged.weight,
                 tensors=self.tensors(merged.data, specs),
                 norms=self.records[where][merged.learner_id].norms,
-                clips={int(place): factor for place, factor in merged.clips.items()},
+                clips=merged.clips,
             )
             for merged in commit.merged
         ]
