@@ -79,31 +79,14 @@ class Publisher:
         """Encode and upload a contribution. False when it is not fit to be sent."""
         if fragment.reset:
             return False  # the training thread has not got there yet
-        if pending.delta is None or pending.snapshot is not None:
-            assert pending.snapshot is not None
-            with self._replica.lock:
-                base = fragment.base  # stays until the delta is known: adoption waits for it
-            delta = difference(pending.snapshot(), base, fragment.specs)
-            if not _finite(delta, fragment):
-                with self._replica.lock:
-                    fragment.reset = True
-                log.warning(
-                    "fragment %d: %d steps of this learner are not finite and are discarded; its parameters are set back to version %d",
-                    fragment.index, pending.work.steps, fragment.version,
-                )  # fmt: skip
-                self._unsound()
-                return False
-            data = wire.encode(delta, fragment.specs, pending.wire)
-            sent = wire.decode(data, fragment.specs, pending.wire, key="a contribution of our own")
-            with self._replica.lock:
-                pending.delta, pending.snapshot = sent, None
-            self._encoded()
-        else:
-            data = wire.encode(pending.delta, fragment.specs, pending.wire)
+        if pending.encoded is None and not self._encode(fragment, pending):
+            return False
+        assert pending.encoded is not None
+        assert pending.delta is not None
         key = keys.data(fragment.index, fragment.known + 1, self._life.learner_id, pending.nonce, "delta")
         began = self._clock.monotonic()
-        self._run.mailbox.put(key, data)
-        self._measure(len(data), self._clock.monotonic() - began)
+        self._run.mailbox.put(key, pending.encoded)
+        self._measure(len(pending.encoded), self._clock.monotonic() - began)
         pending.record = Contribution(
             nonce=pending.nonce,
             learner_id=self._life.learner_id,
@@ -112,8 +95,31 @@ class Publisher:
             samples=pending.work.samples,
             norms=tuple(norms(pending.delta, fragment.specs)),
             anchor=pending.anchor,
-            data=reference(key, data, wire=pending.wire),
+            data=reference(key, pending.encoded, wire=pending.wire),
         )
+        pending.encoded = None
+        return True
+
+    def _encode(self, fragment: Fragment, pending: Pending) -> bool:
+        """Work out the delta and its bytes. False, and the fragment is to be set back, when it is not finite."""
+        assert pending.snapshot is not None
+        with self._replica.lock:
+            base = fragment.base  # stays until the delta is known: adoption waits for it
+        delta = difference(pending.snapshot(), base, fragment.specs)
+        if not _finite(delta, fragment):
+            with self._replica.lock:
+                fragment.reset = True
+            log.warning(
+                "fragment %d: %d steps of this learner are not finite and are discarded; its parameters are set back to version %d",
+                fragment.index, pending.work.steps, fragment.version,
+            )  # fmt: skip
+            self._unsound()
+            return False
+        pending.encoded = wire.encode(delta, fragment.specs, pending.wire)
+        sent = wire.decode(pending.encoded, fragment.specs, pending.wire, key="a contribution of our own")
+        with self._replica.lock:
+            pending.delta, pending.snapshot = sent, None
+        self._encoded()
         return True
 
     def _measure(self, size_bytes: int, seconds: float) -> None:

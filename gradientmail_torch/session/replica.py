@@ -60,6 +60,8 @@ class Pending:
     """The number format that it travels in."""
     delta: list[Tensor] | None = None
     """Exactly what the mailbox holds of it, decoded: what the wire format lost stays local progress."""
+    encoded: bytes | None = None
+    """The bytes until they are in the mailbox: encoded anew, what is left of a lossy format would lose some more."""
     record: Contribution | None = None
     """Set when the data is in the mailbox."""
     version: int = 0
