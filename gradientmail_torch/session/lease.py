@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -239,14 +239,16 @@ class Observer:
         self._unreadable: set[keys.Life] = set()
         self._listed: set[keys.Life] = set()
         self._observations = 0
+        self.peers: Mapping[str, Peer] = {}
+        """The newest life of each learner ID that has not ended, as last seen."""
         self.versions: list[int] = []
         """The newest version of each fragment that any beat has named."""
         self.sampled = False
         """Whether there are so many learners that a death is noticed late."""
         self._by_turns = False
 
-    def observe(self) -> dict[str, Peer]:
-        """The newest life of each learner ID that has not ended.
+    def observe(self) -> Mapping[str, Peer]:
+        """Look at those whose turn it is; returns :attr:`peers`, in which each is seen as soon as its beat has been read.
 
         Those whose turn to be read has not come yet are taken to be alive, or a newcomer to a large run would think
         itself among few, and merge what is others' to merge.
@@ -261,6 +263,7 @@ class Observer:
         self._watched.answered()
         for life in self._turn(_newest(listed - self._unreadable)):
             self._look(life)
+            self._show(life)
         self._forget_all_but(listed)
         if len(listed) > self.MOST_LISTED:
             self._remove_the_gone(len(listed) - self.MOST_LISTED)
@@ -268,7 +271,13 @@ class Observer:
         if self._by_turns:
             unread = listed - self._seen.keys() - self._ended - self._unreadable
             peers |= {life.learner_id: Peer(*life, UNREAD, live=True) for life in _newest(listed) if life in unread}
+        self.peers = peers
         return peers
+
+    def _show(self, life: keys.Life) -> None:
+        """At once: what is read next may hang, and until then a learner that trains would seem to be joining."""
+        seen = {life.learner_id: self._peer(life)} if life in self._seen and life not in self._ended else {}
+        self.peers = {learner_id: peer for learner_id, peer in self.peers.items() if learner_id != life.learner_id} | seen
 
     def _list_lives(self) -> set[keys.Life]:
         found = set()

@@ -39,8 +39,6 @@ class Membership:
         self._progress = progress
         self._began = clock.monotonic()
         self.state: LearnerState = "joining"
-        self.peers: Mapping[str, Peer] = {}
-        """All learners whose life has not ended, this one included, as last observed."""
         self.life = keys.Life(learner_id, take_generation(mailbox, learner_id, settings=settings, clock=clock))
         self._inheritance = inherit(mailbox, self.life)
         self._heartbeat = Heartbeat(mailbox, self.life, interval=settings.beat_interval, describe=self._beat)
@@ -56,8 +54,13 @@ class Membership:
 
     def observe(self) -> float:
         """One tick of watching the others."""
-        self.peers = self._observer.observe()
+        self._observer.observe()
         return self._settings.beat_interval
+
+    @property
+    def peers(self) -> Mapping[str, Peer]:
+        """All learners whose life has not ended, this one included, as last observed."""
+        return self._observer.peers
 
     @property
     def sampled(self) -> bool:

@@ -18,7 +18,7 @@ from gradientmail_torch.session.lease import Heartbeat, Observer, inherit, machi
 from gradientmail_torch.session.membership import Membership, Progress
 from gradientmail_torch.session.settings import Settings
 from gradientmail_torch.testing.clock import ManualClock
-from gradientmail_torch.testing.faults import LostAnswers, Outage, first
+from gradientmail_torch.testing.faults import CrashBefore, LostAnswers, Outage, first
 
 SETTINGS = Settings(lease=30.0, poll_interval=1.0)
 ELSEWHERE = LifeRecord(nonce="0" * 32, host="elsewhere", machine="another/1", pid=1, started_at=0.0)
@@ -277,6 +277,21 @@ class Watch:
 @pytest.fixture
 def watch(mailbox: MemoryMailbox) -> Watch:
     return Watch(mailbox)
+
+
+def test_each_is_seen_as_soon_as_its_beat_is_read_though_the_next_read_hangs(watch: Watch) -> None:
+    for learner_id in ("a", "b", "c"):
+        beat(watch.mailbox, learner_id, 1)
+    seen: list[str] = []
+
+    def note(operation: str, key: str) -> bool:
+        if key == keys.beat("c", 1):
+            seen.extend(watch.observer.peers)
+        return False
+
+    watch.observer = Observer(CrashBefore(watch.mailbox, note), lease=30.0, clock=watch.clock)
+    watch.observer.observe()
+    assert seen == ["a", "b"]
 
 
 def test_who_beats_lives_and_who_is_still_for_a_lease_is_dead(watch: Watch) -> None:

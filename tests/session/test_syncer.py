@@ -83,7 +83,7 @@ def test_a_round_below_its_quorum_stays_open_and_says_who_is_there(world: Any, c
 
 def test_a_learner_that_has_not_seen_its_own_beat_yet_is_there_all_the_same(world: Any) -> None:
     a = world.node("a", algorithm(quorum_size=2))
-    a.engine._membership.peers = {}  # looked before its own first beat was written
+    a.engine._membership._observer.peers = {}  # looked before its own first beat was written
     offer(a)
     for _ in range(3):
         a.tick("syncer")
