@@ -61,8 +61,8 @@ class Delegate:
             return False
         if delegate_of(self._run, fragment.index, version, members, peers) != self._life.learner_id:
             return False
-        self._done[fragment.index] = version
         self._sum_up(fragment, version, group, members, self._algorithm.merge_method(len(expected)))
+        self._done[fragment.index] = version  # not where the mailbox was away: then all would wait for sums that never come
         return True
 
     def place(self, fragment: Fragment, version: int, peers: Mapping[str, Peer]) -> int | None:
@@ -104,8 +104,9 @@ class Delegate:
         own = Own(pending.record, pending.delta) if pending and pending.record and pending.delta else None
         closing = ClosingRound(self._run, fragment.index, version, before, own, members=members)
         sums = summed(closing.contributions(), fragment.specs, method)
-        if len(closing.merged) < 2:
+        if not closing.merged:
             return
+        # Also where only one is sound: whoever merges waits for what it has been told of.
         self._publish(key, fragment, version, group, closing, method, sums)
 
     def _publish(self, key: str, fragment: Fragment, version: int, group: int, closing: ClosingRound, method: Method, sums: Sums) -> None:

@@ -17,10 +17,11 @@ from gradientmail_torch.algorithms import DecoupledDiLoCo, wire
 from gradientmail_torch.algorithms.merge import Weighted, merge
 from gradientmail_torch.algorithms.quorum import delegate_order, group_of, groups_ahead
 from gradientmail_torch.cli.verify import verify
+from gradientmail_torch.errors import MailboxUnavailable
 from gradientmail_torch.messages import Commit, Partial, encode, read, reference
 from gradientmail_torch.session.lease import UNREAD, Peer
 from gradientmail_torch.session.run import Run
-from gradientmail_torch.testing.faults import Crash, CrashAfter, CrashBefore
+from gradientmail_torch.testing.faults import Crash, CrashAfter, CrashBefore, Interposed
 
 SIZE = 64
 NAMES = "abcdefgh"
@@ -343,6 +344,50 @@ def test_a_delegate_that_wakes_after_the_commit_changes_nothing_and_what_it_leav
         commit(world, nodes, version)
     assert not [key for key in partials(world) if keys.parse_round(key).version == 2]
     assert before is not None
+
+
+def test_a_delegate_whose_mailbox_was_away_sums_up_when_it_is_back(world: Any) -> None:
+    nodes = crowd(world)
+    offer(*nodes)
+    members = max(groups(world, nodes).values(), key=len)
+    delegate = delegate_of(nodes, members)
+    box = delegate.run.mailbox
+    delegate.run.mailbox = Away(box)
+    with pytest.raises(MailboxUnavailable):
+        delegate.tick("syncer")
+    delegate.run.mailbox = box
+    began = delegate.clock.monotonic()
+    made = commit(world, nodes, 2)
+    assert tuple(members) in {tuple(sorted(m.learner_id for m in made.merged[a:b])) for a, b in slices(made)}
+    assert delegate.clock.monotonic() - began < delegate.engine.syncer._settings.merge_timeout / 2, "nobody has waited in vain"
+    check(world, nodes, made)
+
+
+class Away(Interposed):
+    """A mailbox that takes no sums."""
+
+    def _request(self, operation: str, key: str, bytes_up: int, carry_out: Callable[[], Any]) -> Any:
+        if of_partial(operation, key):
+            raise MailboxUnavailable("away")
+        return carry_out()
+
+
+def test_a_group_of_which_one_alone_is_sound_keeps_nobody_waiting(world: Any) -> None:
+    nodes = crowd(world)
+    offer(*nodes)
+    members = max(groups(world, nodes).values(), key=len)
+    delegate = delegate_of(nodes, members)
+    lost = {*members} - {delegate.id}
+    for key in world.keys("data/"):
+        if keys.is_delta(key) and keys.parse_round(key).version == 2 and keys.data_owner(key) in lost:
+            world.mailbox.delete(key)
+    began = delegate.clock.monotonic()
+    made = commit(world, nodes, 2)
+    assert delegate.clock.monotonic() - began < delegate.engine.syncer._settings.merge_timeout / 2
+    lost -= {made.by}  # who merges has its own at hand
+    assert {merged.learner_id for merged in made.merged} == {*NAMES} - lost
+    assert {left_out.learner_id for left_out in made.left_out} == lost
+    assert not verify(world.mailbox, (world.commit(1), made))[0].problem
 
 
 def test_sums_go_with_their_commit(world: Any) -> None:
