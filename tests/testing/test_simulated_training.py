@@ -58,7 +58,7 @@ CAUGHT = {
     "counts_the_summed_again": (0, Invariant.REPLAY),
     "merges_sums_alone": (0, Invariant.COMPLETE),
     "sums_are_not_checked": (30, Invariant.REPLAY),
-    "waits_for_every_sum": (0, Invariant.ENDS),
+    "waits_for_every_sum": (230, Invariant.ENDS),
     "takes_rounds_for_claimed": (109, Invariant.ENDS),
     "sums_overwrite": (120, Invariant.REPLAY),
     "holds_nothing_back": (2, Invariant.BOOKS),
