@@ -74,6 +74,7 @@ METHODS: Mapping[str, Method] = {
     "hivemind": Method(title="hivemind, local updates", program="hivemind_local", environment="hivemind", meeting="file", elastic=True),
     "ours": _ours("gradientmail"),
     "ours-0.7/0.9": _ours("gradientmail, outer as torchft's", outer=PEERS_OUTER),
+    "ours-0.7/0.9-overwrite": _ours("gradientmail, outer step and overwriting as torchft's", outer=PEERS_OUTER, adoption="overwrite"),
     "ours-int4": _ours("gradientmail, int4 both ways", wire="int4", commit_wire="int4"),
     "ours-best": _ours(
         "gradientmail, best settings: 4 fragments, int4, overwriting, outer lr 0.7",
