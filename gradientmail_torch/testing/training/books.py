@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from gradientmail_torch.session import Session
 from gradientmail_torch.session.replica import Fragment, Replica, Work
-from gradientmail_torch.testing.training.ledger import Ledger, same_bits
+from gradientmail_torch.testing.training.ledger import Ledger
+from gradientmail_torch.testing.training.replay import same_bits
 from gradientmail_torch.testing.training.violations import Invariant, Violation
 
 _SLACK = 0.05  # a step moves by 1; what fp32 loses in an addition is far below

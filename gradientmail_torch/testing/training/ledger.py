@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradientmail_torch import keys
-from gradientmail_torch.algorithms import Algorithm, wire
-from gradientmail_torch.algorithms.merge import Sums, Weighted, combined, merge, summed
+from gradientmail_torch.algorithms import Algorithm
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import (
@@ -27,11 +23,9 @@ from gradientmail_torch.messages import (
     decode,
     reference,
 )
-from gradientmail_torch.session.crowd import GROWN
-from gradientmail_torch.session.parameters import difference, total
-from gradientmail_torch.session.run import INITIAL_NONCE, outer_specs
+from gradientmail_torch.session.run import INITIAL_NONCE
 from gradientmail_torch.testing.network import Event
-from gradientmail_torch.testing.training import arithmetic
+from gradientmail_torch.testing.training.replay import Replay, in_sums, same_bits, tensors
 from gradientmail_torch.testing.training.violations import Invariant, Violation
 
 Round = tuple[int, int]
@@ -115,7 +109,7 @@ class Ledger:
         """A whole value that follows its commit is the commit's, to the last bit."""
         commit = self.commits.get(keys.parse_round(key)[:2])
         if commit is not None and commit.whole is not None and commit.whole.key == key:
-            values = self.tensors(commit.whole, self.specs(commit.fragment))
+            values = tensors(self.objects, commit.whole, self.specs(commit.fragment))
             self.check_values(f"the whole value {key}", commit.fragment, commit.version, values)
             if reference(key, self.objects[key], wire=commit.whole.wire) != commit.whole:
                 raise Violation(Invariant.SAME_BITS, f"{key} is not what its commit names: nobody can read it")
@@ -189,7 +183,7 @@ class Ledger:
     def _founded(self, manifest: Manifest) -> None:
         for fragment, ref in enumerate(manifest.initial):
             self._require_there(ref, "the run")
-            self.values[fragment, 0] = self.tensors(ref, manifest.layout[fragment])
+            self.values[fragment, 0] = tensors(self.objects, ref, manifest.layout[fragment])
         self.manifest = manifest
 
     def _claimed(self, where: Round, claim: Claim) -> None:
@@ -212,12 +206,7 @@ class Ledger:
             self._require_there(partial.data, key)
         for merged in partial.merged:
             self._check_offered(key, where, merged)
-        specs, read = self.specs(partial.fragment), self._read_by(where, partial.merged, partial.left_out)
-        sums, radii = arithmetic.summed(read, partial.method)
-        for found, should in zip(self.tensors(partial.data, specs), sums, strict=True):
-            _require_close(f"the sum {key}", found, should, should, 0.0)
-        if any(abs(found - should) > 1e-4 * (1 + should) for found, should in zip(partial.radii, radii, strict=True)):
-            raise Violation(Invariant.REPLAY, f"{key} has radii {partial.radii}; its contributions make {radii}")
+        self._replay(where).check_sums(key, partial)
         self.partials[partial.data.key] = partial
 
     def _is_a_dead_learners(self, key: str) -> bool:
@@ -246,17 +235,18 @@ class Ledger:
             self._require_there(ref, key)
         self._check_parts(key, where, commit)
         self._check_complete(key, where, commit)
-        values = self._read_values(where, commit)
-        self._check_values(key, where, commit, values)
+        replay, before = self._replay(where), self.values[fragment, version - 1]
+        values = replay.value(key, commit, before)
+        replay.check(key, commit, self.commits.get((fragment, version - 1)), before, values)
         self.commits[where], self.values[where], self.newest[fragment] = commit, values, version
         self.merged |= dict.fromkeys((merged.nonce for merged in commit.merged), where)
         self.left_out |= {left_out.nonce: left_out for left_out in commit.left_out}
 
     def _check_parts(self, key: str, where: Round, commit: Commit) -> None:
-        for part in [[merged.nonce for merged in commit.merged], *([merged.nonce for merged in part] for part in _in_sums(commit))]:
+        for part in [[merged.nonce for merged in commit.merged], *([merged.nonce for merged in part] for part in in_sums(commit))]:
             if len(part) != len({*part}) or (part != sorted(part) and not commit.ahead):
                 raise Violation(Invariant.REPLAY, f"{key} names its contributions out of order: {part}")
-        for ahead, contributions in zip(commit.ahead, _in_sums(commit), strict=False):
+        for ahead, contributions in zip(commit.ahead, in_sums(commit), strict=False):
             partial = self.partials.get(ahead.data.key)
             if partial is None or (partial.fragment, partial.version) != where or [*partial.merged] != contributions:
                 raise Violation(Invariant.REPLAY, f"{key} has {contributions} from the sums of {ahead.by}, which are {partial}")
@@ -275,12 +265,6 @@ class Ledger:
         if record is None or _named(merged) != _named(record) or merged.weight != record.samples * (record.samples / record.steps):
             raise Violation(Invariant.REPLAY, f"{key} has {merged}, the round has {record}")
 
-    def _read_by(self, where: Round, merged: Sequence[Merged], left_out: Sequence[LeftOut]) -> arithmetic.Read:
-        """What one learner has read of a round."""
-        specs, records = self.specs(where[0]), self.records.get(where, {})
-        mine = [self._part(records[each.learner_id], specs) for each in merged]
-        return mine, [*mine, *(self._part(records[each.learner_id], specs) for each in left_out)]
-
     def _check_complete(self, key: str, where: Round, commit: Commit) -> None:
         """Whoever merges lists the round after it has claimed it."""
         claimed_at = self._claimed_at.get(where, {}).get((commit.by, commit.generation), float("-inf"))
@@ -291,8 +275,14 @@ class Ledger:
 
     # --- what a commit holds ----------------------------------------------------------------------------
 
-    def tensors(self, ref: DataRef, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        return wire.decode(self.objects[ref.key], specs, ref.wire, key=ref.key)
+    def _replay(self, where: Round) -> Replay:
+        return Replay(
+            algorithm=self._algorithm,
+            specs=self.specs(where[0]),
+            objects=self.objects,
+            records=self.records.get(where, {}),
+            partials=self.partials,
+        )
 
     def specs(self, fragment: int) -> tuple[TensorSpec, ...]:
         assert self.manifest is not None
@@ -301,85 +291,7 @@ class Ledger:
     def delta(self, fragment: int, nonce: str) -> list[Tensor]:
         """What a contribution that is in a commit has brought."""
         merged = next(each for each in self.commits[self.merged[nonce]].merged if each.nonce == nonce)
-        return self.tensors(merged.data, self.specs(fragment))
-
-    def _read_values(self, where: Round, commit: Commit) -> list[Tensor]:
-        specs = self.specs(where[0])
-        found = []
-        if commit.update is not None:
-            found.append(total(self.values[where[0], where[1] - 1], self.tensors(commit.update, specs), specs))
-        if commit.parameters is not None:
-            found.append(self.tensors(commit.parameters, specs))
-        if not found or not same_bits(found[0], found[-1]):
-            raise Violation(Invariant.SAME_BITS, f"{where} has no value, or two")
-        return found[0]
-
-    def _methods(self, previous: Commit | None, *, listed: int, ahead: bool) -> set[str]:
-        """By the contributions that were read, or where groups were summed ahead, by how many were expected."""
-        if not ahead:
-            return {arithmetic.method(self._algorithm.merge, listed)}
-        before = len(previous.merged) if previous is not None else 0
-        grown = GROWN * max(before, self._algorithm.fan_in) + 1
-        return {arithmetic.method(self._algorithm.merge, expected) for expected in (before, grown)}
-
-    def _check_values(self, key: str, where: Round, commit: Commit, values: list[Tensor]) -> None:
-        fragment, version = where
-        specs, outer = self.specs(fragment), self._algorithm.outer
-        before, previous = self.values[fragment, version - 1], self.commits.get((fragment, version - 1))
-        state = self.tensors(previous.outer, outer_specs(specs)) if previous is not None and previous.outer is not None else None
-        after_state = self.tensors(commit.outer, outer_specs(specs)) if commit.outer is not None else None
-        *in_sums, alone = _in_sums(commit)
-        reads = [self._read_by(where, partial.merged, partial.left_out) for partial in (self.partials[a.data.key] for a in commit.ahead)]
-        reads.append(self._read_by(where, alone, commit.left_out))
-        how = commit.method
-        if how not in (right := self._methods(previous, listed=len(reads[-1][1]), ahead=bool(in_sums))):
-            raise Violation(Invariant.REPLAY, f"{key} merges by {how}, not by {' or '.join(sorted(right))}")
-        if not commit.merged:
-            if not same_bits(values, before) or not same_bits(state or [], after_state or []):
-                raise Violation(Invariant.REPLAY, f"{key} merges nothing, and changes the fragment")
-            return
-        expected, velocities = arithmetic.outer_step(outer, before, arithmetic.merged(reads, how), state, version)
-        rounding = 0.0 if self._algorithm.commit_wire == "fp32" else 2.0**-7
-        for value, should, start in zip(values, expected, before, strict=True):
-            _require_close(key, value, should, start, rounding)
-        if outer.stateful and after_state is None:
-            raise Violation(Invariant.REPLAY, f"{key} has no outer state")
-        for after, velocity in zip(after_state or [], velocities, strict=False):
-            _require_close(f"the outer state of {key}", after, velocity, velocity, 0.0)
-        self._replay(key, where, commit, values, after_state, state)
-
-    def _part(self, record: Contribution, specs: Sequence[TensorSpec]) -> arithmetic.Part:
-        return arithmetic.Part(steps=record.steps, samples=record.samples, deltas=self.tensors(record.data, specs))
-
-    def _replay(
-        self, key: str, where: Round, commit: Commit, values: list[Tensor], after_state: list[Tensor] | None, state: list[Tensor] | None
-    ) -> None:
-        """The same code on the same records gives the same bits."""
-        fragment, version = where
-        specs, algorithm, before = self.specs(fragment), self._algorithm, self.values[fragment, version - 1]
-        weighted = [
-            Weighted(
-                weight=merged.weight,
-                tensors=self.tensors(merged.data, specs),
-                norms=self.records[where][merged.learner_id].norms,
-                clips=merged.clips,
-            )
-            for merged in commit.merged
-        ]
-        method: Any = commit.method
-
-        def parts() -> Iterator[Weighted | Sums]:
-            each = iter(weighted)
-            if commit.ahead:
-                yield combined([summed(islice(each, ahead.contributions), specs, method) for ahead in commit.ahead], specs)
-            yield from each
-
-        again, state_again = algorithm.outer.step(before, merge(parts, specs, method), state, specs, version)
-        if algorithm.commit_wire != "fp32":
-            sent = wire.encode(difference(again, before, specs), specs, algorithm.commit_wire)
-            again = total(before, wire.decode(sent, specs, algorithm.commit_wire, key=key), specs)
-        if not same_bits(again, values) or not same_bits(state_again or [], after_state or []):
-            raise Violation(Invariant.REPLAY, f"{key}, replayed, gives other bits: {again}, not {values}")
+        return tensors(self.objects, merged.data, self.specs(fragment))
 
     def check_adopted(self, who: str, fragment: int, version: int, nonce: str, values: Sequence[Tensor]) -> None:
         if nonce != (self.commits[fragment, version].nonce if version else INITIAL_NONCE):
@@ -396,25 +308,9 @@ def is_creation(event: Event) -> bool:
     return event.what == "put" or (event.what == "put_if_absent" and event.outcome.startswith("created"))
 
 
-def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(a, b, strict=True))
-
-
-def _in_sums(commit: Commit) -> list[list[Merged]]:
-    """The contributions of a commit by who has read them: those of each sum ahead, then those of the syncer."""
-    each = iter(commit.merged)
-    return [*([*islice(each, ahead.contributions)] for ahead in commit.ahead), [*each]]
-
-
 def _refs(commit: Commit) -> list[DataRef]:
     return [ref for ref in (commit.update, commit.parameters, commit.outer) if ref is not None]
 
 
 def _named(part: Merged | Contribution) -> tuple[object, ...]:
     return (part.nonce, part.learner_id, part.generation, part.steps, part.samples, part.data, part.anchor)
-
-
-def _require_close(what: str, value: Tensor, should: Tensor, start: Tensor, rounding: float) -> None:
-    room = 1e-3 + _SEEN_BY * float(start.abs().max() + should.abs().max()) + rounding * (should - start.double()).abs()
-    if not bool(((value.double() - should).abs() <= room).all()):
-        raise Violation(Invariant.REPLAY, f"{what} is {value}; its contributions make {should}")
