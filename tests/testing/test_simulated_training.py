@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,11 @@ def test_a_seed_gives_one_trace_whatever_the_order_of_sets() -> None:
         for seed in ("1", "2")
     }
     assert digests == {str([hashlib.sha256(simulate(seed).cluster.trace().encode()).hexdigest() for seed in (0, 13, 18)])}
+
+
+def test_a_request_that_takes_effect_while_its_sender_and_his_clock_stand_still_was_made_before() -> None:
+    """It was taken for one of long ago, and whoever had watched a silence before it for one who had not."""
+    simulate(70057, scenario=replace(Scenario.draw(70057), large=True))
 
 
 def test_every_planted_bug_is_in_the_table() -> None:

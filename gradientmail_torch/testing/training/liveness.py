@@ -75,8 +75,10 @@ class Liveness:
 
     def observed(self, event: Event) -> None:
         process = self.processes[event.process]
-        own_s = self._now_s() + process.monotonic_origin_s
-        self._active[event.process].append(own_s)
+        active = self._active[event.process]
+        # What was sent before a suspension may take effect within it: where the clock stops as well, it shows no earlier time.
+        own_s = max(self._now_s() + process.monotonic_origin_s, active[-1] if active else float("-inf"))
+        active.append(own_s)
         kind = event.key.partition("/")[0]
         if kind == "beats" and event.what == "get":
             self._read(event, own_s)
