@@ -202,3 +202,48 @@ def test_the_value_that_the_versions_kept_are_built_on_stays_though_others_were_
         newest = Model()
         assert align(newest, mailbox=world.mailbox) == (version,)
         assert torch.equal(newest.w.detach(), a.fragment.values[0])
+
+
+# --- who joins while versions come and go ----------------------------------------------------------------
+
+
+class Busy(Interposed):
+    """While the store answers a reader, the run goes on."""
+
+    def __init__(self, inner: Mailbox, go_on: Any, *, requests: int, first: bool) -> None:
+        super().__init__(inner)
+        self.go_on, self.left, self.first = go_on, requests, first
+
+    def _request(self, operation: str, key: str, bytes_up: int, carry_out: Any) -> Any:
+        if not (operation in ("get", "list") and key.startswith(("data/", "commits/")) and self.left):
+            return carry_out()
+        self.left -= 1
+        if self.first:
+            self.go_on()
+        found = carry_out()
+        if not self.first:
+            self.go_on()
+        return found
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("workers", [("whole-writer",), ()], ids=["written", "promised"])
+@pytest.mark.parametrize(("lead", "at_a_time"), [(0, 1), (2, 1), (3, 2), (4, 5)])
+def test_who_joins_while_each_request_finds_other_versions_joins_at_one_of_them(
+    world: Any, lead: int, at_a_time: int, workers: tuple[str, ...], first: bool
+) -> None:
+    """The value it is about to read may be written, or retired, in between."""
+    a = node(world, keep=1, keep_seconds=0.0)
+    values: dict[int, torch.Tensor] = {0: a.fragment.values[0]}
+
+    def go_on(versions: int = at_a_time) -> None:
+        for _ in range(versions):
+            commit(a, *workers)
+            values[a.fragment.known] = a.fragment.values[0]
+
+    go_on(lead)
+    joined = node(world, "b", mailbox=Busy(world.mailbox, go_on, requests=8, first=first), keep=1, keep_seconds=0.0)
+    assert torch.equal(joined.fragment.values[0], values[joined.session.versions[0]])
+    model = Model()
+    (version,) = align(model, mailbox=Busy(world.mailbox, go_on, requests=8, first=first))
+    assert torch.equal(model.w.detach(), values[version])
