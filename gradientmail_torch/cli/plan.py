@@ -19,7 +19,7 @@ from gradientmail_torch.cli.formats import count, dollars, duration, size
 from gradientmail_torch.cli.prices import PriceTable, Use
 from gradientmail_torch.cli.tables import add, table
 from gradientmail_torch.errors import ConfigError
-from gradientmail_torch.session.lease import Observer
+from gradientmail_torch.session.observer import Observer
 from gradientmail_torch.session.patience import PATIENCE
 
 BYTES_PER_PARAMETER = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 2 / 256, "int4": 0.5 + 2 / 128, "e3m0": 0.5 + 2 / 128, "sparse": 114 / 4096}

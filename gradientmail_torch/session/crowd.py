@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gradientmail_torch.algorithms.quorum import groups_ahead
-from gradientmail_torch.session.lease import Peer
+from gradientmail_torch.session.observer import Peer
 
 GROWN = 2
 """Where more than so many times as many train as were in the commit before, it says nothing of who will come."""

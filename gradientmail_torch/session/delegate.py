@@ -18,7 +18,7 @@ from gradientmail_torch.algorithms.quorum import delegate_order, group_of
 from gradientmail_torch.messages import Partial, encode
 from gradientmail_torch.session.closing_round import ClosingRound, Own
 from gradientmail_torch.session.crowd import FLAT, Crowd, crowd
-from gradientmail_torch.session.lease import Peer
+from gradientmail_torch.session.observer import Peer
 from gradientmail_torch.session.partials import delegate_of, read_partial, uplinks
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.run import Run

@@ -10,7 +10,8 @@ from gradientmail_torch.clock import Clock
 from gradientmail_torch.mailbox import Mailbox, Usage
 from gradientmail_torch.messages import Beat, LearnerState
 from gradientmail_torch.presence import is_waiting
-from gradientmail_torch.session.lease import Heartbeat, Observer, Peer, inherit, take_generation
+from gradientmail_torch.session.lease import Heartbeat, inherit, take_generation
+from gradientmail_torch.session.observer import Observer, Peer
 from gradientmail_torch.session.settings import Settings
 
 

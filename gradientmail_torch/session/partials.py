@@ -16,7 +16,7 @@ from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Method, Sums,
 from gradientmail_torch.algorithms.quorum import delegate_order, group_of
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.messages import MAX_SAMPLES, MAX_STEPS, Partial, TensorSpec, read
-from gradientmail_torch.session.lease import Peer
+from gradientmail_torch.session.observer import Peer
 from gradientmail_torch.session.run import Run
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import InvalidName
 from gradientmail_torch.session.crowd import crowd
 from gradientmail_torch.session.delegate import GRACE_SHARE, LOOKING, Delegate
-from gradientmail_torch.session.lease import Peer
 from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.merger import Merger
+from gradientmail_torch.session.observer import Peer
 from gradientmail_torch.session.partials import awaited
 from gradientmail_torch.session.replica import Fragment, Replica
 from gradientmail_torch.session.round_listing import contributions, is_large, opened_rounds

@@ -16,7 +16,7 @@ from gradientmail_torch.algorithms.quorum import merge_order
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.messages import Claim, encode, read
-from gradientmail_torch.session.lease import Peer
+from gradientmail_torch.session.observer import Peer
 from gradientmail_torch.session.patience import Wait
 from gradientmail_torch.session.run import Run
 from gradientmail_torch.session.settings import Settings

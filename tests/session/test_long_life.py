@@ -16,7 +16,7 @@ from gradientmail_torch.algorithms import DecoupledDiLoCo
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Beat, encode
 from gradientmail_torch.session import Session
-from gradientmail_torch.session.lease import Observer
+from gradientmail_torch.session.observer import Observer
 from gradientmail_torch.testing.clock import ManualClock
 from tests.session.long_life import Figures, Life, resident
 

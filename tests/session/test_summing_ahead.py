@@ -19,7 +19,7 @@ from gradientmail_torch.algorithms.quorum import delegate_order, group_of, group
 from gradientmail_torch.cli.verify import verify
 from gradientmail_torch.errors import MailboxUnavailable
 from gradientmail_torch.messages import Commit, Partial, encode, read, reference
-from gradientmail_torch.session.lease import UNREAD, Peer
+from gradientmail_torch.session.observer import UNREAD, Peer
 from gradientmail_torch.session.run import Run
 from gradientmail_torch.testing.faults import Crash, CrashAfter, CrashBefore, Interposed
 

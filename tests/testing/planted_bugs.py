@@ -27,10 +27,11 @@ from gradientmail_torch.patterns.barrier import Barrier
 from gradientmail_torch.session import closing_round, lease, partials, publisher, replica, syncer, turns
 from gradientmail_torch.session.aligner import Aligner
 from gradientmail_torch.session.closing_round import ClosingRound
-from gradientmail_torch.session.lease import Heartbeat, Observer
+from gradientmail_torch.session.lease import Heartbeat
 from gradientmail_torch.session.leaving import Leaving
 from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.merger import Merger
+from gradientmail_torch.session.observer import Observer
 from gradientmail_torch.session.publisher import Publisher
 from gradientmail_torch.session.replica import Replica
 from gradientmail_torch.session.retention import Retention

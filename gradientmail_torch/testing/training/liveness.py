@@ -11,7 +11,7 @@ from gradientmail_torch import keys
 from gradientmail_torch.algorithms import Algorithm, DecoupledDiLoCo
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Beat, decode
-from gradientmail_torch.session.lease import Peer
+from gradientmail_torch.session.observer import Peer
 from gradientmail_torch.testing.network import Event
 from gradientmail_torch.testing.process import Process
 from gradientmail_torch.testing.training.ledger import is_creation
