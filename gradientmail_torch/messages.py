@@ -276,6 +276,11 @@ class Readable(Protocol):
     def get(self, key: str, *, start: int = 0, length: int | None = None) -> bytes | None: ...
 
 
+def writable(text: str) -> str:
+    """``text`` as a record can hold it: bytes that are no text, as Python keeps them in names of files, become escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def encode(record: Record) -> bytes:
     return msgspec.json.encode(record)
 

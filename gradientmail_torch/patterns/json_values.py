@@ -20,7 +20,7 @@ def to_json(value: object, *, what: str, finite: bool = True) -> bytes:
     try:
         _check(value, what, finite)
         return json.dumps(value, allow_nan=not finite, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
-    except (RecursionError, UnicodeEncodeError) as error:
+    except (RecursionError, ValueError) as error:  # half a surrogate pair, a number of more digits than Python writes
         raise ConfigError(f"{what} cannot be written as JSON: {error}") from error
 
 

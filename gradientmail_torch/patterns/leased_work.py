@@ -321,8 +321,13 @@ class LeasedWork:
 
     def _settle(self, outcome: Outcome) -> Outcome:
         """Create ``outcome`` unless there is one. Returns the one that stands."""
-        key = self._keys.outcome(outcome.item)
-        if self._mailbox.put_if_absent(key, messages.encode(outcome)):
+        key, record = self._keys.outcome(outcome.item), messages.encode(outcome)
+        if len(record) > messages.MAX_RECORD_BYTES:  # nobody would read it, and nobody could make another
+            raise ConfigError(
+                f"the outcome of {outcome.item!r} takes {len(record)} bytes, at most {messages.MAX_RECORD_BYTES} fit: "
+                "put the value elsewhere and give its name"
+            )
+        if self._mailbox.put_if_absent(key, record):
             return outcome
         if (found := self.outcome(outcome.item)) is None:
             raise WorkFenced(f"the outcome {key!r} was there and is gone: {self._mailbox!r} has been swept")

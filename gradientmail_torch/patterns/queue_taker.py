@@ -64,7 +64,7 @@ class Task:
         """Give the item back because of ``error``; after ``max_attempts`` it is given up for good."""
         self.settled = True
         text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
-        self._taker.give_up(self._claim, text[-_MAX_ERROR_CHARS:])
+        self._taker.give_up(self._claim, messages.writable(text[-_MAX_ERROR_CHARS:]))
 
     def release(self) -> None:
         """Give the item back, for others to take at once."""
@@ -132,7 +132,7 @@ class Taker:
         """
         began = self._clock.monotonic()
         while not self._stop.is_set():
-            match next(self._claims, _END):
+            match self._next():
                 case Claim() as claim:
                     with self._lock:
                         self._held[claim.item] = claim
@@ -155,8 +155,12 @@ class Taker:
     # --- settling -------------------------------------------------------------------------------------
 
     def finish(self, claim: Claim, result: object) -> None:
+        try:
+            self._work.finish(claim, value=result)
+        except WorkFenced:
+            self._forget(claim)
+            raise
         self._forget(claim)
-        self._work.finish(claim, value=result)
 
     def release(self, claim: Claim) -> None:
         self._forget(claim)
@@ -186,6 +190,13 @@ class Taker:
         return f"the last error was: {found.error}" if found else "every node that held it died or gave it back"
 
     # --- searching ------------------------------------------------------------------------------------
+
+    def _next(self) -> Claim | Literal["nothing now", "held here", "end"]:
+        try:
+            return next(self._claims, _END)
+        except BaseException:  # the generator has ended, and the queue has not
+            self._claims = self._search()
+            raise
 
     def _search(self) -> Iterator[Claim | Literal["nothing now", "held here"]]:
         """The claims that this taker gets, and what keeps it from getting one."""

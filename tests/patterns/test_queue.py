@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradientmail_torch.errors import ConfigError, CorruptObject, RunTimeout, WorkFenced
+from gradientmail_torch.errors import ConfigError, CorruptObject, MailboxUnavailable, RunTimeout, WorkFenced
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, open_mailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.patterns.queue import Progress, SharedQueue
 from gradientmail_torch.testing.clock import ManualClock
-from gradientmail_torch.testing.faults import Crash, LostAnswers, nth
+from gradientmail_torch.testing.faults import Crash, LostAnswers, Outage, nth
 
 Node = Callable[..., SharedQueue]
 InThreads = Callable[[int, Callable[[int], None]], None]
@@ -163,7 +164,7 @@ def test_a_failing_item_is_tried_again_and_given_up_after_its_attempts(node: Nod
     for item in queue:
         tried.append(item)
         if item == "bad":
-            queue.requeue(ValueError("cannot read it"))
+            queue.requeue(ValueError("cannot read it: \udcff"))
     assert tried.count("bad") == 3
     assert queue.progress() == Progress(done=2, claimed=0, left=0, failed=1)
     assert list(queue.failures()) == [1]
@@ -211,6 +212,37 @@ def test_several_items_may_be_held_and_settled_in_any_order(node: Node) -> None:
     assert [outcome.decoded() for outcome in queue.outcomes()] == [{"seen": 0}, {"seen": 1}, None, {"seen": 3}]
 
 
+def test_a_taker_goes_on_after_an_outage(node: Node, box: Mailbox) -> None:
+    store = Outage(box)
+    queue = node("a", box=store, outage_timeout=0.0)
+    queue.fill(range(4))
+    with queue.open() as taker:
+        done = []
+        for number in range(6):
+            store.down = number == 2
+            with contextlib.suppress(MailboxUnavailable):
+                task = taker.take()
+                if task is not None:
+                    task.done()
+                    done.append(task.value)
+        assert taker.finished
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+def test_a_result_that_no_record_holds_is_refused_and_the_item_is_not_done(node: Node) -> None:
+    queue = node("a")
+    queue.fill(["x"])
+    with queue.open() as taker:
+        task = taker.take()
+        assert task is not None
+        with pytest.raises(ConfigError, match="put the value elsewhere"):
+            task.done("x" * (17 << 20))
+        assert taker.take() is None
+        assert not taker.finished
+        task.done("short")
+    assert [outcome.decoded() for outcome in queue.outcomes()] == ["short"]
+
+
 # --- filling -------------------------------------------------------------------------------------------
 
 
@@ -244,7 +276,7 @@ def test_a_race_to_fill_with_other_items_leaves_nothing_behind(node: Node, box: 
     assert list(node("c")) == [9]
 
 
-@pytest.mark.parametrize("item", [float("nan"), {1: 2}, b"x", object(), "\udc80", [{"deep": {"er": {3}}}], "x" * (128 << 10)])
+@pytest.mark.parametrize("item", [float("nan"), {1: 2}, b"x", object(), "\udc80", [10**5000], [{"deep": {"er": {3}}}], "x" * (128 << 10)])
 def test_an_item_that_is_no_json_value_is_refused_before_anything_is_recorded(item: object, node: Node, box: Mailbox) -> None:
     with pytest.raises(ConfigError, match="item 1 of queue 'shards'"):
         node("a").fill([0, item])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -380,6 +381,16 @@ def test_a_function_that_raises_fails_the_node_for_everyone_with_its_traceback(m
         with pytest.raises(WorkFailed, match=r"node 'evaluate' .* failed(.|\n)*def broken|in broken(.|\n)*no such metric: f1"):
             party.wait(broken)
     assert len(keys(box, "/claims/")) == 1
+
+
+def test_an_error_that_names_a_file_which_is_no_text_fails_the_node(make: Make, box: Mailbox, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(data: Data, invocation: Invocation) -> None:
+        raise FileNotFoundError("no file '\udcff'")
+
+    node = make(box, predecessors=["a"])
+    node.call("a")
+    with caplog.at_level(logging.CRITICAL), pytest.raises(WorkFailed, match=r"no file '\\udcff'"):
+        node.wait(broken)
 
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, {"a": {1, 2}}, io.StringIO("text"), io.StringIO()])

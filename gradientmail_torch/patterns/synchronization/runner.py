@@ -222,4 +222,4 @@ def _inherited(markers: dict[str, Marker]) -> str:
 
 
 def _shown(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))[-_MAX_ERROR_CHARS:]
+    return messages.writable("".join(traceback.format_exception(error))[-_MAX_ERROR_CHARS:])
