@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError
-from gradientmail_torch.messages import DataRef
+from gradientmail_torch.messages import DataRef, writable
 from gradientmail_torch.patterns.steering.overhead import Overhead, overhead
 from gradientmail_torch.patterns.steering.serialization import Method, Payload, decode, encode
 
@@ -75,7 +75,11 @@ class FailureInformation:
 
     @classmethod
     def from_exception(cls, error: BaseException) -> FailureInformation:
-        return cls(exception=repr(error), traceback="".join(traceback.format_exception(error)))
+        try:
+            text = repr(error)
+        except Exception:  # the error is foreign code
+            text = f"{type(error).__name__}, which cannot say what it is"
+        return cls(exception=writable(text), traceback=writable("".join(traceback.format_exception(error))))
 
 
 @dataclass(slots=True, kw_only=True)

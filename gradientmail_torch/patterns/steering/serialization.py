@@ -20,8 +20,8 @@ Form = Literal["json", "safetensors", "pickle"]
 Method = Literal["json", "pickle"]
 METHODS: tuple[Method, ...] = ("json", "pickle")
 
-_TENSOR, _ESCAPED = "$tensor", "$dict"
-_INLINE = '{"$safetensors": "'
+_TENSOR, _ESCAPED, _SAFETENSORS = "$tensor", "$dict", "$safetensors"
+_INLINE = f'{{"{_SAFETENSORS}": "'
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,15 @@ def encode(value: object, method: Method, *, what: str = "value") -> Payload:
     leaves: dict[str, Any] = {}
     try:
         text = json.dumps(_pack(value, leaves, what))
+        return Payload(_save(leaves, text), "safetensors") if leaves else Payload(text.encode(), "json")
+    except ConfigError:
+        raise
     except RecursionError:
         raise ConfigError(f"{what} is nested too deeply, or contains itself") from None
-    return Payload(_save(leaves, text), "safetensors") if leaves else Payload(text.encode(), "json")
+    except Exception as error:  # arrays of objects or text, sparse tensors, …: each library raises errors of its own
+        raise ConfigError(
+            f"{what} cannot be written as JSON and safetensors: {error}. Use plain values and dense numbers, or {_KNOWINGLY}"
+        ) from error
 
 
 def decode(payload: Payload) -> Any:
@@ -105,7 +111,7 @@ def _pack(value: Any, leaves: dict[str, Any], where: str) -> Any:
                 if not isinstance(key, str):
                     raise ConfigError(f"{where} has the key {key!r}: JSON takes strings alone. Use str keys, or {_KNOWINGLY}")
             packed = {str(key): _pack(item, leaves, f"{where}[{key!r}]") for key, item in value.items()}
-            return {_ESCAPED: packed} if packed.keys() & {_TENSOR, _ESCAPED} else packed
+            return {_ESCAPED: packed} if packed.keys() & {_TENSOR, _ESCAPED, _SAFETENSORS} else packed
     kind = _kind(value)
     if kind is None:
         scalar = getattr(value, "item", None)

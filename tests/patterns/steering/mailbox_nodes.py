@@ -15,6 +15,7 @@ from steering_tasks import (
     fail,
     fail_times,
     kill_server,
+    many,
     nothing,
     same,
     stream_tensors,
@@ -30,7 +31,7 @@ from gradientmail_torch.patterns.steering.methods import execute
 from gradientmail_torch.testing.faults import Crash
 
 QUICK = {"poll_interval": 0.01, "lease": 1.0}
-METHODS = [f, echo, same, fail, crash, nothing, count_up, stream_tensors, where, wait_for, fail_times, kill_server]
+METHODS = [f, echo, same, many, fail, crash, nothing, count_up, stream_tensors, where, wait_for, fail_times, kill_server]
 Node = Callable[..., MailboxTaskServer]
 
 

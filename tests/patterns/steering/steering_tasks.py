@@ -24,6 +24,10 @@ def same(value: Any) -> Any:
     return value
 
 
+def many(count: int) -> bytes:
+    return bytes(count)
+
+
 def nothing() -> None:
     pass
 

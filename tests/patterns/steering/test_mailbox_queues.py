@@ -185,6 +185,26 @@ def test_a_value_that_is_too_large_is_a_failure_that_says_so(mailbox: MemoryMail
     assert queues.active_count == 0
 
 
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_result_that_is_too_large_fails_its_task_and_not_its_servers(isolation: str, folder: str, node: Node) -> None:
+    queues = MailboxQueues(folder, **QUICK)
+    node(MailboxQueues(folder, max_value_bytes=100_000, **QUICK), isolation=isolation)
+    for method in ("many", "stream_tensors"):
+        queues.send_inputs(200_000, method=method)
+        failed = queues.get_result(timeout=60)
+        assert failed.success is False
+        assert "raise max_value_bytes" in failed.failure_info.exception
+    queues.send_inputs("still there", method="same")
+    assert queues.get_result(timeout=60).value == "still there"
+
+
+def test_a_server_serves_topics_that_it_was_not_told_of(mailbox: MemoryMailbox, node: Node) -> None:
+    queues = MailboxQueues(mailbox, topics=["trial"], **QUICK)
+    node(MailboxQueues(mailbox, **QUICK), isolation="thread")
+    queues.send_inputs(1, method="same", topic="trial")
+    assert queues.get_result("trial", timeout=60).value == 1
+
+
 def test_what_others_put_into_the_mailbox_is_a_failed_task_at_worst(mailbox: MemoryMailbox, node: Node) -> None:
     queues = MailboxQueues(mailbox, **QUICK)
     keys = TaskKeys.of("default")

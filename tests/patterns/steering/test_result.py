@@ -161,6 +161,19 @@ def test_a_message_refers_to_nothing_that_it_does_not_hold() -> None:
         unpack(pack(result)[:-20], allow_pickle=False)
 
 
+def test_what_went_wrong_arrives_whatever_the_error_says_of_itself() -> None:
+    class Speechless(Exception):
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    for error, text in ((FileNotFoundError("no file '\udcff'"), "no file"), (Speechless(), "Speechless, which cannot say")):
+        failed = Result(((), {}), method="f")
+        failed.set_failure(FailureInformation.from_exception(error))
+        found = unpack(pack(failed), allow_pickle=False)
+        assert text in found.failure_info.exception
+        assert type(error).__name__ in found.failure_info.traceback
+
+
 def test_an_unknown_mark_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown mark 'beginning'"):
         finished().mark("beginning")

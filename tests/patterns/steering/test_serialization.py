@@ -16,11 +16,26 @@ from gradientmail_torch.patterns.steering.serialization import Payload, decode, 
 @pytest.mark.parametrize("method", ["json", "pickle"])
 @pytest.mark.parametrize(
     "value",
-    [None, True, 3, -2.5, "text", "", [], [1, [2, {}]], {"a": {"b": [None]}}, {"$tensor": "x", "kind": "torch"}, {"$dict": 1}],
+    [
+        None,
+        True,
+        3,
+        -2.5,
+        "text",
+        "",
+        [],
+        [1, [2, {}]],
+        {"a": {"b": [None]}},
+        {"$tensor": "x", "kind": "torch"},
+        {"$dict": 1},
+        {"$safetensors": "x"},
+    ],
     ids=repr,
 )
 def test_plain_values_come_back_as_they_were(value: Any, method: Any) -> None:
-    assert decode(encode(value, method)) == value
+    payload = encode(value, method)
+    assert decode(payload) == value
+    assert decode(Payload.from_text(payload.text(), method)) == value
 
 
 def test_not_a_number_and_infinity_come_back() -> None:
@@ -86,6 +101,16 @@ def test_scalars_of_numpy_are_numbers() -> None:
 def test_what_json_cannot_hold_is_refused_with_its_place_and_the_cure(value: Any, place: str) -> None:
     with pytest.raises(ConfigError, match=f"{place}.*serialization_method='pickle'"):
         encode(value, "json")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array(["text"]), np.array([{}], dtype=object), np.array(["2020-01-01"], dtype="datetime64[D]"), torch.eye(2).to_sparse(), 10**5000],
+    ids=lambda value: str(getattr(value, "dtype", "int")),
+)
+def test_what_a_library_cannot_write_is_refused_with_the_cure(value: Any) -> None:
+    with pytest.raises(ConfigError, match="the result cannot be written.*serialization_method='pickle'"):
+        encode([value], "json", what="the result")
 
 
 def test_what_cannot_be_pickled_is_refused() -> None:

@@ -242,17 +242,29 @@ class TaskQueues(ABC):
             task = self._take_task(min(max(left, 0.0), SLICE_S))
             if task is not None:
                 task.mark("input_received", self.clock)
-                return task.topic or "default", task
+                topic = task.topic or "default"
+                self.topics |= {topic}  # whoever has asked for it waits there, whether this side was told of the topic or not
+                return topic, task
             if left <= 0:
                 raise RunTimeout(f"no task within {timeout:g} s in {self!r}")
 
     def send_result(self, result: Result) -> None:
-        """Send a result back, serialized or not. Raises ``WorkFenced`` when another server has ended the task."""
+        """Send a result back, serialized or not. Raises ``WorkFenced`` when another server has ended the task.
+
+        A value that the queue cannot take, since it is too large, makes the task one that has failed.
+        """
         self._check_role(QueueRole.SERVER, "send_result")
         self._check_topic(result.topic or "default")
         result.mark("result_sent", self.clock)
         result.serialize(self.clock)
-        self._send_result(result)
+        try:
+            self._send_result(result)
+        except ConfigError as error:
+            if result.complete is False:  # whoever streams it is still there to hear of it
+                raise
+            log.warning("the result of task %s cannot be sent: %s", result.task_id, error)
+            result.set_failure(FailureInformation.from_exception(error))
+            self._send_result(result)
 
     @abstractmethod
     def for_server(self, info: ServerInfo) -> TaskQueues:

@@ -147,7 +147,7 @@ class Slot:
                 worker = WorkerInformation(server=self._server, attempt=attempt)
                 return execute(method, run, emit=lambda part: self._stream(part, task), worker=worker, clock=self._clock)
             return self._in_child(run, task, Job(self._server, attempt))
-        except (ChildDied, CorruptObject, _Overrun) as error:
+        except (ChildDied, ConfigError, CorruptObject, _Overrun) as error:
             run.set_failure(FailureInformation(exception=f"{type(error).__name__.lstrip('_')}: {error}"))
             run.worker_info = WorkerInformation(server=self._server, attempt=attempt)
             return run
@@ -168,6 +168,9 @@ class Slot:
             else:
                 self._child = child
             return result
+        except BaseException:  # what it streams may be more than the queue takes, and it goes on
+            child.kill()
+            raise
         finally:
             self._prepare()
 

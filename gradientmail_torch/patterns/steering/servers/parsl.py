@@ -137,8 +137,11 @@ class _ParslEngine(Engine):
                 result.set_failure(FailureInformation.from_exception(error))
             else:
                 *parts, result = (unpack(message, allow_pickle=True) for message in future.result())
-                for part in parts:
-                    self._send(part, task)
+                try:
+                    for part in parts:
+                        self._send(part, task)
+                except ConfigError as reason:  # more than the queue takes
+                    result.set_failure(FailureInformation.from_exception(reason))
             result.mark("task_received", self._clock)
             if not result.success and result.retries < result.max_retries and not self._leaving:
                 task.retries += 1
