@@ -109,7 +109,7 @@ def test_what_json_cannot_hold_is_refused_with_its_place_and_the_cure(value: Any
     ids=lambda value: str(getattr(value, "dtype", "int")),
 )
 def test_what_a_library_cannot_write_is_refused_with_the_cure(value: Any) -> None:
-    with pytest.raises(ConfigError, match="the result cannot be written.*serialization_method='pickle'"):
+    with pytest.raises(ConfigError, match=r"the result cannot be written.*serialization_method='pickle'"):
         encode([value], "json", what="the result")
 
 
