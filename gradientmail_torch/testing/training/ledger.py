@@ -83,6 +83,8 @@ class Ledger:
         self.left_out: dict[str, LeftOut] = {}
         self.spoilt: set[str] = set()
         """Objects that somebody has altered or removed, by key."""
+        self._generations: dict[str, int] = {}
+        """The newest life of each learner."""
         self._claimed_at: dict[Round, dict[tuple[str, int], float]] = {}
 
     # --- requests ---------------------------------------------------------------------------------------
@@ -134,6 +136,9 @@ class Ledger:
                 self._claimed(keys.parse_round(key)[:2], decode(Claim, body, key=key))
             case "partials":
                 self._summed(key, decode(Partial, body, key=key))
+            case "learners":
+                life = keys.parse_life(key)
+                self._generations[life.learner_id] = life.generation
             case keys.RUN:
                 self._founded(decode(Manifest, body, key=key))
 
@@ -194,6 +199,8 @@ class Ledger:
         self.records.setdefault((fragment, version), {})[learner_id] = record
         self.recorded_at.setdefault((fragment, version), {})[learner_id] = self._now_s()
         self._recorded_at[record.data.key] = self._now_s()
+        if record.generation < self._generations[learner_id] and self._store.get(record.data.key) is None:
+            self.spoilt.add(record.data.key)  # who slept while another took its ID over: its data was swept as an older life's
         if version > self.newest.get(fragment, 0):
             self._require_there(record.data, f"the record {key}")
 
