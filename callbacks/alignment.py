@@ -36,9 +36,10 @@ class AlignOnValidation(Callback):
             return
         reshard(pl_module)
         group, place = Group(trainer.strategy), place_of(trainer, self._own)
-        layout = layout_of_run(group, place.open) or ()
+        mailbox = place.patiently(group)
+        layout = layout_of_run(group, mailbox) or ()
         self._local = [(tensor, tensor.clone()) for fragment in tensors_of(pl_module, layout) for tensor in fragment]
-        align_together(pl_module, group, place.open)
+        align_together(pl_module, group, mailbox)
 
     @torch.no_grad()
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gradientmail_torch.lightning.alignment import align_together, layout_of_run
 from gradientmail_torch.lightning.barrier import wait_together
-from gradientmail_torch.lightning.companion import companion_of, place_of
+from gradientmail_torch.lightning.companion import place_of
 from gradientmail_torch.lightning.group import Group
 from gradientmail_torch.lightning.participation import MailboxLike, Participation
 
@@ -47,13 +47,8 @@ class _BarrierCallback(Callback):
 
     def wait(self, trainer: Trainer, name: str) -> list[str]:
         """Wait at barrier ``name``, on every rank of the node; returns the learners that had arrived."""
-        companion = companion_of(trainer)
         place = place_of(trainer, self._own)
         group = Group(trainer.strategy)
-
-        def interrupted() -> bool:
-            return trainer.received_sigterm or (companion is not None and companion.termination.due)
-
         return wait_together(
             group,
             name,
@@ -62,7 +57,7 @@ class _BarrierCallback(Callback):
             mailbox=place.open,
             learner_id=group.lead(place.identify),
             poll_interval=self.poll_interval,
-            interrupted=interrupted,
+            interrupted=place.interrupted,
         )
 
 
@@ -112,9 +107,10 @@ class DoneBarrier(_BarrierCallback):
             self.wait(trainer, self.name)
         except TimeoutError as error:
             log.warning("going on without those who have not arrived: %s", error)
-        group, place = Group(trainer.strategy), place_of(trainer, self._own)
-        if self.align and layout_of_run(group, place.open) is not None:
-            align_together(pl_module, group, place.open)
+        group = Group(trainer.strategy)
+        mailbox = place_of(trainer, self._own).patiently(group)
+        if self.align and layout_of_run(group, mailbox) is not None:
+            align_together(pl_module, group, mailbox)
 
 
 class EpochBarrier(_BarrierCallback):

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from gradientmail_torch.errors import ConfigError
-from gradientmail_torch.lightning.companion import companion_of, place_of
+from gradientmail_torch.lightning.companion import place_of
 from gradientmail_torch.lightning.evaluation import evaluate_together
 from gradientmail_torch.lightning.group import Group
 from gradientmail_torch.lightning.participation import MailboxLike, Participation
@@ -90,12 +90,12 @@ class DistributedEvaluation(Callback):
 
     def _place(self, trainer: Trainer) -> dict[str, Any]:
         """Where the node meets the others, on every rank of it."""
-        place, group, companion = place_of(trainer, self._own), Group(trainer.strategy), companion_of(trainer)
+        place, group = place_of(trainer, self._own), Group(trainer.strategy)
         return {
             "mailbox": place.open() if group.leads else None,
             "learner_id": group.lead(place.identify),
             "lead": group.lead,
-            "clock": InterruptibleClock(lambda: trainer.received_sigterm or (companion is not None and companion.termination.due)),
+            "clock": InterruptibleClock(place.interrupted),
         }
 
 

@@ -23,7 +23,7 @@ from gradientmail_torch.lightning.parameters import GroupParameters, access_for,
 from gradientmail_torch.lightning.participation import Participation
 from gradientmail_torch.lightning.seeding import reseed, warn_if_same_data
 from gradientmail_torch.lightning.signals import InterruptibleClock, Preempted, Termination
-from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.mailbox import Mailbox, RetryingMailbox
 from gradientmail_torch.session import Session, Settings, Stats
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,8 @@ class Companion(Callback):
             except TimeoutError as error:
                 log.warning("going on without those who have not arrived: %s", error)
         if part.align:
-            align_together(pl_module, group, part.open)
+            place = Place(part.open, part.identify, outage_timeout=part.outage_timeout, interrupted=lambda: self.termination.due)
+            align_together(pl_module, group, place.patiently(group))
         self._leave_if(group.any(self.termination.due)[0])
         self._finished_fits += 1
         self._release()
@@ -267,12 +268,21 @@ def companion_of(trainer: Trainer) -> Companion | None:
     return next((callback for callback in trainer.callbacks if isinstance(callback, Companion)), None)  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a callback meets the other nodes, and as whom."""
 
     open: Callable[[], Mailbox]
     identify: Callable[[], str]
+    outage_timeout: float
+    """Seconds that the mailbox may be away."""
+    interrupted: Callable[[], bool]
+    """Whether this process was told to stop."""
+
+    def patiently(self, group: Group) -> Callable[[], Mailbox]:
+        """:attr:`open` for rank 0, which waits for a mailbox that is away until the node is told to stop. Called on every rank."""
+        inquire = group.inquiry(self.interrupted)
+        return lambda: RetryingMailbox(self.open(), patience_s=self.outage_timeout, clock=InterruptibleClock(inquire))
 
 
 def place_of(trainer: Trainer, own: Participation) -> Place:
@@ -285,6 +295,8 @@ def place_of(trainer: Trainer, own: Participation) -> Place:
     return Place(
         open=(own if own.mailbox is not None else theirs).open,
         identify=(own if own.learner_id is not None else theirs).identify,
+        outage_timeout=theirs.outage_timeout,
+        interrupted=lambda: trainer.received_sigterm or (companion is not None and companion.termination.due),
     )
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from prometheus_client.parser import text_string_to_metric_families
 from tiny import ALGORITHM, QUICK, Tiny, digest, numbers, quiet_trainer
 
-from gradientmail_torch import GradientMailStrategy, Session, align
+from gradientmail_torch import GradientMailStrategy, Session, align, keys
 from gradientmail_torch.callbacks import (
     AlignOnValidation,
     DoneBarrier,
@@ -34,6 +34,7 @@ from gradientmail_torch.lightning import joinbar
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.patterns.barrier import Barrier
 from gradientmail_torch.session.run import Run
+from gradientmail_torch.testing.faults import Refusals
 
 Node = Callable[..., GradientMailStrategy]
 ME: dict[str, Any] = {"learner_id": "me", "poll_interval": 0.05}
@@ -208,6 +209,31 @@ def test_in_validate_the_mailbox_of_the_strategy_is_used(node: Node, mailbox: Ma
     (expected,) = quiet_trainer().validate(run, data, verbose=False)
     (scored,) = quiet_trainer(strategy=node(), callbacks=[AlignOnValidation()]).validate(Tiny(), data, verbose=False)
     assert scored == expected
+
+
+class Arms(Callback):
+    """From the end of the first epoch on, two of three readings of the run's manifest meet a store that is away."""
+
+    def __init__(self) -> None:
+        self.struck = 0
+        self._armed = False
+
+    def strikes(self, operation: str, key: str) -> bool:
+        self.struck += self._armed and key == keys.RUN
+        return self._armed and key == keys.RUN and self.struck % 3 != 0
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._armed = True
+
+
+@pytest.mark.parametrize("callback", [AlignOnValidation, lambda: DoneBarrier(1), None], ids=["validation", "done-barrier", "strategy"])
+def test_a_store_that_is_away_is_waited_for(callback: Callable[[], Callback] | None, node: Node, mailbox: Mailbox) -> None:
+    arms, model = Arms(), Tiny()
+    strategy = node(mailbox=Refusals(mailbox, arms.strikes), align=callback is None)
+    callbacks = [arms, *([] if callback is None else [callback()])]
+    quiet_trainer(strategy=strategy, max_epochs=2, callbacks=callbacks).fit(model, numbers(), numbers(shuffle=False))
+    assert arms.struck >= 3
+    assert steps_in_run(mailbox) == 16
 
 
 def test_without_a_run_it_says_so(mailbox: Mailbox) -> None:

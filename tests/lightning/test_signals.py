@@ -14,11 +14,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tiny import QUICK, Tiny, numbers, quiet_trainer
 
 from gradientmail_torch import GradientMailStrategy, LocalSGD, Session, keys
-from gradientmail_torch.callbacks import EpochBarrier
+from gradientmail_torch.callbacks import AlignOnValidation, EpochBarrier
 from gradientmail_torch.lightning.signals import InterruptibleClock, Preempted
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.messages import Beat, read
 from gradientmail_torch.session.run import Run
+from gradientmail_torch.testing.faults import Refusals
 
 Node = Callable[..., GradientMailStrategy]
 
@@ -129,6 +130,25 @@ def test_sigterm_is_heard_at_the_done_barrier(node: Node, mailbox: Mailbox) -> N
     with ends_with(143), signalled_while(signal.SIGTERM, waiting):
         quiet_trainer(strategy=node(done_parties=2)).fit(Tiny(), numbers())
     assert steps_in_run(mailbox) == 8
+
+
+@pytest.mark.parametrize("callbacks", [[], [AlignOnValidation()]], ids=["at the end", "in a validation"])
+def test_sigterm_is_heard_while_a_store_that_is_away_is_waited_for(callbacks: list[Callback], node: Node, mailbox: Mailbox) -> None:
+    joined = threading.Event()
+
+    class Joined(Callback):
+        def on_train_start(self, *arguments: Any) -> None:
+            joined.set()
+
+    def away(operation: str, key: str) -> bool:
+        if struck := joined.is_set() and key == keys.RUN:
+            signal.raise_signal(signal.SIGTERM)
+        return struck
+
+    trainer = quiet_trainer(strategy=node(mailbox=Refusals(mailbox, away)), callbacks=[Joined(), *callbacks])
+    with ends_with(143):
+        trainer.fit(Tiny(), numbers(), numbers(shuffle=False))
+    assert has_left(mailbox)
 
 
 def test_sigterm_is_heard_while_closing_waits_for_a_quorum(node: Node, mailbox: Mailbox) -> None:
