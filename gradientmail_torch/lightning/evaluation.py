@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import Metric
 
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
@@ -57,7 +57,7 @@ def evaluate_together(
     float64, exactly within a piece and over the pieces, so that the number of nodes changes no bit.
 
     Args:
-        loader: names the dataset, which must have a length, and its batches. It is read in order.
+        loader: names the dataset, which must have a length, and its batches. It is read in order, all of it but for ``drop_last``.
         name: serves once per run, for one set of parameters; put the epoch into it.
         mailbox, learner_id: where the nodes meet, and who this is.
         pieces: into how many the data is cut, the same on all nodes; up to 64 when left out.
@@ -107,10 +107,11 @@ class Pieces:
             raise ConfigError(f"pieces must be None or a whole number of at least 1, not {pieces!r}")
         self._loader = loader
         self._size = len(loader.dataset)  # type: ignore[arg-type]
-        self._batches = -(-self._size // loader.batch_size)
+        _check_sampler(loader.sampler, loader.dataset, self._size)
+        self._batches = self._size // loader.batch_size if loader.drop_last else -(-self._size // loader.batch_size)
         self.count = min(pieces or MOST_PIECES, self._batches)
         if not self.count:
-            raise ConfigError("the dataset is empty: there is nothing to evaluate")
+            raise ConfigError(f"the dataset is empty, or drop_last leaves none of its {self._size} samples: there is nothing to evaluate")
 
     def batches(self, piece: int, rank: int, size: int) -> tuple[Iterable[Any], int]:
         """The batches of a piece for one rank, as many for each rank; and how many of them are its own.
@@ -137,6 +138,17 @@ class Pieces:
             pin_memory=loader.pin_memory,
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
+        )
+
+
+def _check_sampler(sampler: Any, dataset: Any, size: int) -> None:
+    """Refuses a sampler that gives other samples than the dataset has, each once: they are read without it."""
+    if isinstance(sampler, DistributedSampler) and sampler.dataset is dataset:  # Lightning's own, within a node
+        return
+    if getattr(sampler, "replacement", False) or len(sampler) != size:
+        raise ConfigError(
+            f"the loader's {type(sampler).__name__} does not give each of the {size} samples once, and an evaluation reads the whole "
+            "dataset: make the choice with torch.utils.data.Subset instead of a sampler"
         )
 
 

@@ -125,8 +125,14 @@ def added(name: str, parts: Sequence[Scalar]) -> Scalar:
         raise ConfigError(f"{name!r} is logged with reduce_fx {' and '.join(sorted(kinds))}: use one of them")
     (kind,) = kinds
     totals = [part.total for part in parts]
-    total = max(totals) if kind == "max" else min(totals) if kind == "min" else math.fsum(totals)
-    return Scalar(kind, total, math.fsum(part.weight for part in parts))
+    return Scalar(kind, _total(kind, totals), math.fsum(part.weight for part in parts))
+
+
+def _total(kind: Kind, totals: list[float]) -> float:
+    """The same in any order, also where some of them are NaN or infinite."""
+    if any(map(math.isnan, totals)) or (kind in ("mean", "sum") and {math.inf, -math.inf} <= set(totals)):
+        return math.nan
+    return max(totals) if kind == "max" else min(totals) if kind == "min" else math.fsum(totals)
 
 
 def _joined(name: str, parts: Sequence[State], metric: Metric) -> State:

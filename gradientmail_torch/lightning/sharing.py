@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradientmail_torch.algorithms.layout import tensors_of, travelling
+from gradientmail_torch.algorithms.layout import tensors_of
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import RunMismatch
 from gradientmail_torch.lightning.data import Lead, lead_ranks
 from gradientmail_torch.lightning.parameters import part_of, reshard
-from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.mailbox import Mailbox, RetryingMailbox
 from gradientmail_torch.patterns.synchronization import Invocation, SynchronizationNode
 from gradientmail_torch.session.run import Run
 
@@ -35,6 +35,7 @@ def run_parameters(
     timeout: float | None = None,
     lease: float = 60.0,
     poll_interval: float = 1.0,
+    outage_timeout: float = 600.0,
     lead: Lead | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Iterator[None]:
@@ -44,25 +45,27 @@ def run_parameters(
     once under ``name``, and all load that: one upload of the model, and a download for each node. The node's own
     parameters are put back at the end. Raises :class:`RunMismatch` when the mailbox holds no run, or that of another model.
     """
-    reshard(module)
-    own = {part: tensor.detach().clone() for part, tensor in travelling(module).items()}
+    own: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory(prefix="gradientmail-") as folder, torch.no_grad():
 
         def publish(data: dict[str, Any], invocation: Invocation) -> BinaryIO:
             path = os.path.join(folder, "published")
-            save_file(_committed(mailbox, module), path)
+            patient = RetryingMailbox(mailbox, patience_s=outage_timeout, clock=clock)
+            save_file(_committed(patient, module), path)
             return open(path, "rb")
 
         def fetch() -> str:
-            options: dict[str, Any] = {"run_id": "parameters", "lease": lease, "poll_interval": poll_interval, "clock": clock}
-            node = SynchronizationNode(name, ["first"], mailbox, learner_id, **options)
+            options: dict[str, Any] = {"lease": lease, "poll_interval": poll_interval, "outage_timeout": outage_timeout, "clock": clock}
+            node = SynchronizationNode(name, ["first"], mailbox, learner_id, run_id="parameters", **options)
             node.call("first")
             path = os.path.join(folder, "fetched")
             node.wait(publish, timeout).value.save(path)  # type: ignore[attr-defined]
             return path
 
         try:
-            _write(module, load_file((lead or lead_ranks)(fetch)))
+            committed = load_file((lead or lead_ranks)(fetch))
+            own |= {part: tensor.detach().clone() for part, tensor in _tensors(module, committed).items()}
+            _write(module, committed)
             if dist.is_initialized():
                 dist.barrier()  # all ranks have read it before rank 0 removes it
             yield
@@ -84,8 +87,17 @@ def _committed(mailbox: Mailbox, module: LightningModule) -> dict[str, Tensor]:
 
 def _write(module: LightningModule, values: dict[str, Tensor]) -> None:
     """Called on every rank: what is sharded takes its part from rank 0."""
-    reshard(module)
     with torch.no_grad():
-        for part, tensor in travelling(module).items():
+        for part, tensor in _tensors(module, values).items():
             value = values[part]
             tensor.copy_(value if isinstance(value, DTensor) else part_of(value.to(tensor.device), tensor))
+
+
+def _tensors(module: LightningModule, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The module's tensors of the names in ``values``, trainable at the moment or not: the run's are those of its founder."""
+    reshard(module)
+    held: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, value in values.items():
+        if name not in held or held[name].shape != value.shape:
+            raise RunMismatch(f"this model lacks the run's tensor {name!r}, or has it in another shape: evaluate the model that is trained")
+    return {name: held[name] for name in values}

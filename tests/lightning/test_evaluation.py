@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
 
@@ -22,7 +23,7 @@ from gradientmail_torch import DecoupledDiLoCo, GradientMailStrategy
 from gradientmail_torch.callbacks import DistributedEvaluation
 from gradientmail_torch.errors import ConfigError, CorruptObject, WorkFailed
 from gradientmail_torch.lightning.evaluation import Pieces, evaluate_together
-from gradientmail_torch.lightning.scores import Scores
+from gradientmail_torch.lightning.scores import Scalar, Scores, added
 from gradientmail_torch.mailbox import open_mailbox
 from gradientmail_torch.patterns.queue import SharedQueue
 
@@ -66,7 +67,7 @@ class Classifier(LightningModule):
 
 
 def evaluate(box: Path | str, learner_id: str = "node-0", module: LightningModule | None = None, **options: Any) -> dict[str, float]:
-    loader = DataLoader(labelled(), options.pop("batch_size", 8), collate_fn=None)
+    loader = options.pop("loader", None) or DataLoader(labelled(), options.pop("batch_size", 8), collate_fn=None)
     return evaluate_together(
         module or Classifier(), loader, **{"name": "final", "mailbox": str(box), "learner_id": learner_id, **QUICK, **options}
     )
@@ -181,6 +182,29 @@ def test_data_that_cannot_be_cut_is_refused(loader: Any, pieces: Any, message: s
         Pieces(loader, pieces)
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SubsetRandomSampler(range(100)),
+        RandomSampler(labelled(), replacement=True),
+        RandomSampler(labelled(), num_samples=10),
+        WeightedRandomSampler([1.0] * 203, 203),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_sampler_that_gives_other_samples_than_the_dataset_is_refused(sampler: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{type(sampler).__name__} does not give each of the 203 samples once.*Subset"):
+        Pieces(DataLoader(labelled(), 8, sampler=sampler))
+
+
+@pytest.mark.parametrize("batch_size", [8, 29])
+def test_what_a_loader_drops_is_not_scored(batch_size: int, tmp_path: Path) -> None:
+    found = evaluate(tmp_path, loader=DataLoader(labelled(), batch_size, shuffle=True, drop_last=True), pieces=3)
+    assert found["samples"] == 203 // batch_size * batch_size
+    with pytest.raises(ConfigError, match="drop_last leaves none of its 203 samples"):
+        Pieces(DataLoader(labelled(), 204, drop_last=True))
+
+
 class Custom(Metric):
     def __init__(self) -> None:
         super().__init__()
@@ -222,6 +246,14 @@ def test_a_reduction_that_cannot_be_merged_is_named(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_arrive(value: float, tmp_path: Path) -> None:
     found = evaluate(tmp_path, module=Logs("odd", value, batch_size=8))["odd"]
     assert str(found) == str(value)
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum", "max", "min"])
+@pytest.mark.parametrize("odd", [[math.nan], [math.inf, -math.inf]])
+def test_numbers_that_are_not_finite_come_out_alike_in_any_order(odd: list[float], kind: Any) -> None:
+    found = {str(added("odd", [Scalar(kind, value) for value in order]).total) for order in itertools.permutations([1.0, 2.0, *odd])}
+    assert len(found) == 1
+    assert math.nan not in odd or found == {"nan"}
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 20, b"\xff" * 40, (2).to_bytes(8, "little") + b"{}"])
@@ -270,6 +302,24 @@ def test_the_end_of_an_epoch_scores_one_set_of_committed_parameters(tmp_path: Pa
     assert len(checkpoints.best_k_models) == 2
     box = open_mailbox(tmp_path / "box")
     assert len(list(box.list("sync/parameters/node/"))) >= 2 * 4, "published once for each epoch"
+
+
+class FreezesAndThaws(Callback):
+    """The bias is trained from the second epoch on, and the weight no longer."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.layer.bias.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.layer.bias.requires_grad_(True)
+            pl_module.layer.weight.requires_grad_(False)
+
+
+def test_what_is_frozen_and_thawed_in_the_middle_changes_nothing_that_is_scored(tmp_path: Path) -> None:
+    callback = DistributedEvaluation(every_n_epochs=1, poll_interval=0.05)
+    found = node(tmp_path, "node-0", callback, parties=1, epochs=3, callbacks=[FreezesAndThaws(), callback])
+    assert float(found["run_samples"]) == 203
 
 
 def test_every_n_epochs_must_be_a_number(tmp_path: Path) -> None:
