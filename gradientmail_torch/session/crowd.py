@@ -28,7 +28,10 @@ def crowd(before: frozenset[str], peers: Mapping[str, Peer], learner_id: str, fa
     Of those everyone sees a few more or less, so their groups are a power of two. Where a delegate and a syncer see another
     power all the same, the syncer passes over sums that are not within its groups, and reads their contributions.
     """
+    usual, many = Crowd(before, groups_ahead(len(before), fan_in)), GROWN * max(len(before), fan_in)
+    if len(peers) < many:
+        return usual  # asked very often: who they are need not be looked at
     training = frozenset(i for i, peer in peers.items() if peer.live and peer.beat.state == "training") | {learner_id}
-    if len(training) <= GROWN * max(len(before), fan_in):
-        return Crowd(before, groups_ahead(len(before), fan_in))
+    if len(training) <= many:
+        return usual
     return Crowd(training, 1 << (groups_ahead(len(training), fan_in) - 1).bit_length())
