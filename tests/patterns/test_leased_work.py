@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradientmail_torch.errors import ConfigError, MailboxUnavailable, WorkFenced
-from gradientmail_torch.mailbox import CountingMailbox, Mailbox
+from gradientmail_torch.mailbox import CountingMailbox, Mailbox, SignedMailbox
 from gradientmail_torch.patterns.heartbeat import Attentive
 from gradientmail_torch.patterns.leased_work import Claim, LeasedWork, Outcome, WorkKeys
 from gradientmail_torch.testing.clock import ManualClock
@@ -244,6 +244,14 @@ def test_rubbish_in_the_mailbox_holds_nobody_up(rubbish: bytes, party: Party, ma
     mailbox.put(KEYS.beat(b.owner), rubbish)
     c = party("c", clock=clock)
     assert claimed(watch(c, clock, 10.0)).attempt == 3
+
+
+def test_a_strangers_heartbeat_in_a_signed_run_holds_nobody_up(party: Party, mailbox: Mailbox, quiet_clock: type[ManualClock]) -> None:
+    signed, clock = SignedMailbox(mailbox, "secret of the run" * 2), quiet_clock()
+    a = party("a", box=signed)
+    claimed(a.claim("job"))
+    mailbox.put(KEYS.beat(a.owner), b"{}")
+    assert claimed(watch(party("b", box=signed, clock=clock), clock, 10.0)).attempt == 2
 
 
 def test_values_that_json_cannot_hold_are_refused_before_anything_is_recorded(party: Party, mailbox: Mailbox) -> None:

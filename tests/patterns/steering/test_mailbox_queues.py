@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import signal
 import threading
 from collections import Counter
@@ -220,6 +222,52 @@ def test_what_others_put_into_the_mailbox_is_a_failed_task_at_worst(mailbox: Mem
     results = {result.task_id: result for result in results_of(queues, 2)}
     assert "not JSON" in results[first].failure_info.exception
     assert "no value of this queue" in results[second].failure_info.exception
+
+
+def test_what_strangers_put_into_a_signed_mailbox_ends_no_server_and_no_thinker(mailbox: MemoryMailbox, node: Node) -> None:
+    signed = SignedMailbox(mailbox, "secret of the run" * 2)
+    queues = MailboxQueues(signed, **QUICK)
+    keys = TaskKeys.of("default")
+    first = queues.send_inputs(1, method="same")
+    (request,) = mailbox.list(keys.requests("same"))
+    mailbox.put(request, b"{}")
+    mailbox.put(keys.stop(), b"{}")
+    mailbox.put(keys.server("stranger"), b"{}")
+    node(queues, isolation="thread")
+    failed = queues.get_result(timeout=60)
+    assert failed.task_id == first
+    assert "is not signed" in failed.failure_info.exception
+    queues.send_inputs(2, method="same")
+    assert queues.get_result(timeout=60).value == 2
+    assert [info.server_id for info in queues.servers()] == ["node-0"]
+
+
+@pytest.mark.parametrize("change", [{"task_id": "another"}, {"complete": False}])
+def test_a_result_that_is_not_what_its_name_says_is_a_failed_one(change: dict[str, Any], mailbox: MemoryMailbox) -> None:
+    queues = MailboxQueues(mailbox, **QUICK)
+    sent = queues.send_inputs(1, method="same")
+    with server_end(queues) as end:
+        serve_one(end)
+    (key,) = mailbox.list(TaskKeys.of("default").results("default"))
+    record = json.loads(mailbox.get(key))
+    record["value"] |= change
+    mailbox.put(key, json.dumps(record).encode())
+    failed = queues.get_result(timeout=60)
+    assert (failed.task_id, failed.success) == (sent, False)
+    assert "does not hold the result" in failed.failure_info.exception
+    assert queues.active_count == 0
+
+
+def test_a_request_leaves_room_for_what_comes_back(mailbox: MemoryMailbox) -> None:
+    with pytest.raises(ConfigError, match="pass it as an argument"):
+        MailboxQueues(mailbox).send_inputs(1, method="same", task_info={"text": "x" * (12 << 20)})
+
+
+def test_a_timeout_that_is_no_number_is_refused(mailbox: MemoryMailbox) -> None:
+    queues = MailboxQueues(mailbox)
+    for wait in (queues.get_result, queues.get_task):
+        with pytest.raises(ConfigError, match="not nan"):
+            wait(timeout=math.nan)
 
 
 def test_a_task_without_a_method_is_refused(mailbox: MemoryMailbox) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -157,6 +158,7 @@ class TaskQueues(ABC):
         return self._received(self._wait_for_result(topic, timeout))
 
     def _wait_for_result(self, topic: str, timeout: float | None) -> Result:
+        _check_timeout(timeout)
         began = answered = self.clock.monotonic()
         vigil = _Vigil(self, self._server_timeout)
         while True:
@@ -236,6 +238,7 @@ class TaskQueues(ABC):
     def get_task(self, timeout: float | None = None) -> tuple[str, Result]:
         """The topic and the next task, serialized. Raises :class:`TimeoutError`, and ``KillSignal`` when told to stop."""
         self._check_role(QueueRole.SERVER, "get_task")
+        _check_timeout(timeout)
         began = self.clock.monotonic()
         while True:
             left = SLICE_S if timeout is None else began + timeout - self.clock.monotonic()
@@ -366,6 +369,11 @@ class _Vigil:
         if self._limit_s is not None and alone_s >= self._limit_s:
             raise NoTaskServer(f"{text}, or look why the last one has died")
         log.warning("%s", text)
+
+
+def _check_timeout(timeout: float | None) -> None:
+    if timeout is not None and math.isnan(timeout):
+        raise ConfigError(f"timeout must be None or a number of seconds, not {timeout!r}: it would never come")
 
 
 def _requirements(given: ResourceRequirements | Mapping[str, Any] | None) -> ResourceRequirements:

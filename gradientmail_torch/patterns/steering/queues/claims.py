@@ -163,7 +163,10 @@ class TaskClaims:
         now = self._clock.monotonic()
         if now >= self._stop_at:
             self._stop_at = now + self._poll_interval
-            self._stop = messages.read(self._mailbox, StopRecord, self._keys.stop())
+            try:
+                self._stop = messages.read(self._mailbox, StopRecord, self._keys.stop())
+            except CorruptObject as error:  # nobody of this queue has written it
+                log.warning("the signal to stop is not heeded: %s", error)
         if self._stop is not None and not self._stop.drain:
             raise KillSignal("the task servers of this queue have been told to stop, and to leave what waits")
 
@@ -234,13 +237,13 @@ class TaskClaims:
             raise
 
     def _examined(self, request: RequestKey, claim: Claim) -> Result | None:
-        record = self._mailbox.get(self._keys.request(request.method, request.item), length=MAX_RECORD_BYTES + 1)
-        if record is None:  # it has been dealt with since it was listed
-            self._ended.add(request.item)
-            self._let_go(request.task_id)
-            self._work.release(claim)
-            return None
         try:
+            record = self._mailbox.get(self._keys.request(request.method, request.item), length=MAX_RECORD_BYTES + 1)
+            if record is None:  # it has been dealt with since it was listed
+                self._ended.add(request.item)
+                self._let_go(request.task_id)
+                self._work.release(claim)
+                return None
             task = self._store.load(record)
             if (task.task_id, task.topic, task.method) != (request.task_id, request.topic, request.method):
                 raise CorruptObject(f"the request {request.item!r} is not about the task that its name says")

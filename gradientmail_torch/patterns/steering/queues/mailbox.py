@@ -27,6 +27,10 @@ from gradientmail_torch.patterns.steering.result import FailureInformation, Resu
 log = logging.getLogger(__name__)
 
 
+MAX_REQUEST_BYTES = MAX_RECORD_BYTES // 2
+"""What came with a request goes back with its result, and something is said beside it."""
+
+
 class MailboxQueues(TaskQueues):
     """Queues in a mailbox, for task servers on machines that come and go.
 
@@ -144,7 +148,7 @@ class MailboxQueues(TaskQueues):
         item = self._keys.item(created_ms, task.task_id, task.topic or "default")
         request = self._keys.request(task.method, item)
         self._reopen()
-        record, _ = self._store.dump(task, item, "inputs")
+        record, _ = self._store.dump(task, item, "inputs", limit_bytes=MAX_REQUEST_BYTES)
         with self._lock:
             self._items[task.task_id] = item
             self._requests[task.task_id] = request
@@ -219,13 +223,12 @@ class MailboxQueues(TaskQueues):
         found = []
         for key in self._attentive.list(self._keys.servers()):
             began = self._attentive.watched_s
-            data = self._attentive.get(key, length=MAX_RECORD_BYTES)
-            seen = self._observed.setdefault(key, Observation(self._lease))
-            seen.see(data, began=began, ended=self._attentive.watched_s)
-            if data is None or seen.stale:
-                continue
             try:
-                found.append(messages.decode(ServerRecord, data, key=key).info())
+                data = self._attentive.get(key, length=MAX_RECORD_BYTES)
+                seen = self._observed.setdefault(key, Observation(self._lease))
+                seen.see(data, began=began, ended=self._attentive.watched_s)
+                if data is not None and not seen.stale:
+                    found.append(messages.decode(ServerRecord, data, key=key).info())
             except CorruptObject as error:
                 log.warning("task server %s: %s", decode_name(last_segment(key)), error)
         return found
@@ -299,6 +302,8 @@ class MailboxQueues(TaskQueues):
                 result = self._store.load(bytes(outcome.value))
             else:
                 result = self._store.load(self._attentive.get(key, length=MAX_RECORD_BYTES + 1) or b"")
+            if result.task_id != _task_id(about) or (result.complete is False) != (about.part is not None):
+                raise CorruptObject(f"{key!r} does not hold the result that its name says")
             self._store.fetch(result)
         except CorruptObject as error:
             result = _broken(about, error)
@@ -382,9 +387,12 @@ def _parsed(key: str) -> ResultKey | None:
         return None
 
 
+def _task_id(about: ResultKey) -> str:
+    return about.item.split(".", 1)[0].split("-", 1)[1]
+
+
 def _broken(about: ResultKey, error: CorruptObject) -> Result:
-    stem, topic = about.item.split(".", 1)
-    result = Result(((), {}), task_id=stem.split("-", 1)[1], topic=topic)
+    result = Result(((), {}), task_id=_task_id(about), topic=about.item.split(".", 1)[1])
     result.set_failure(FailureInformation.from_exception(error))
     result.complete = about.part is None
     return result

@@ -29,7 +29,7 @@ class TaskStore:
         self._limit_bytes = limit_bytes
         self._allow_pickle = allow_pickle
 
-    def dump(self, result: Result, item: str, nonce: str) -> tuple[bytes, list[str]]:
+    def dump(self, result: Result, item: str, nonce: str, *, limit_bytes: int = MAX_RECORD_BYTES) -> tuple[bytes, list[str]]:
         """The record of a serialized result, and the keys of its large values, which are written under ``nonce``."""
         room = _INLINE_TOTAL_BYTES
         written: list[str] = []
@@ -50,8 +50,8 @@ class TaskStore:
             return msgspec.to_builtins(messages.reference(key, payload.data, wire=payload.form))
 
         record = dump(result, place)
-        if len(record) > MAX_RECORD_BYTES:
-            raise ConfigError(f"task_info makes a record of {len(record)} bytes, at most {MAX_RECORD_BYTES} fit: pass it as an argument")
+        if len(record) > limit_bytes:
+            raise ConfigError(f"task_info makes a record of {len(record)} bytes, at most {limit_bytes} fit: pass it as an argument")
         return record, written
 
     def load(self, record: bytes) -> Result:
