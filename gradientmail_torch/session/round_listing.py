@@ -20,26 +20,25 @@ def is_large(learners: int, fragments: int) -> bool:
     return learners * fragments > LISTED_WHOLLY
 
 
-def opened_rounds(mailbox: Mailbox, known: Mapping[int, int]) -> list[str]:
-    """Enough of the listing to see which rounds of the fragments in ``known`` have been opened.
+def opened_rounds(mailbox: Mailbox, known: Mapping[int, int], begin: int) -> tuple[list[str], int]:
+    """A page of the listing, enough to see which rounds have been opened of those fragments in ``known`` that it reaches.
 
-    ``known`` gives the newest version of each fragment that matters; others are left out where that spares a page. Of
-    each round there are two records: one may be this learner's, of an earlier life.
+    ``known`` gives the newest version of each fragment that matters. The page is that from fragment ``begin`` on, or from
+    the first where nothing that matters is behind it; returned is also where the next look begins. One page a look: a
+    round of a thousand fills it, and to leap on at once would cost a request for each fragment. Of each round there are
+    two records: one may be this learner's, of an earlier life.
     """
-    found: list[str] = []
-    place = min(known, default=None)
-    while place is not None:
-        page = list(islice(mailbox.list(keys.ROUNDS, after=keys.round_prefix(place, known[place] + 1)), PAGE_KEYS))
-        for _, of_round in groupby(page, key=lambda key: key.rpartition("/")[0]):
-            found += islice(of_round, 2)
-        if len(page) < PAGE_KEYS:
-            break
-        last, version = _place(page[-1])
-        if last in known and version <= known[last] and last > place:
-            place = last  # what filled the page is swept away soon
-        else:
-            place = min((index for index in known if index > max(place, last)), default=None)
-    return found
+    if not known:
+        return [], 0
+    place = min((index for index in known if index >= begin), default=min(known))
+    page = list(islice(mailbox.list(keys.ROUNDS, after=keys.round_prefix(place, known[place] + 1)), PAGE_KEYS))
+    found = [key for _, of_round in groupby(page, key=lambda key: key.rpartition("/")[0]) for key in islice(of_round, 2)]
+    if len(page) < PAGE_KEYS:
+        return found, 0
+    last, version = _place(page[-1])
+    if last in known and version <= known[last] and last > place:
+        return found, last  # what filled the page is swept away soon
+    return found, max(place, last) + 1
 
 
 def contributions(mailbox: Mailbox, fragment: int, version: int) -> list[str]:

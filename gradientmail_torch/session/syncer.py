@@ -84,6 +84,8 @@ class Syncer:
         self._watches: dict[tuple[int, int], _Watch] = {}
         self._quiet_ticks = 0
         self._last_listing: list[str] = []
+        self._look_from = 0
+        """The fragment at which the next look for opened rounds begins, in a large run."""
         self.open_rounds: dict[tuple[int, int], frozenset[str]] = {}
         """Contributors of the open rounds as last listed, by fragment and version; not all of them in a large run."""
 
@@ -158,7 +160,7 @@ class Syncer:
     def _list_some(self, near: Collection[tuple[int, int]], recorded: Collection[tuple[Fragment, int]]) -> list[str]:
         """Who is in the rounds that are ``near``, and which rounds call this learner; elsewhere it takes itself to be in."""
         uncalled = {f.index: f.known for f in self._replica.fragments if f.pending is None and not f.called}
-        listing = opened_rounds(self._run.mailbox, uncalled)
+        listing, self._look_from = opened_rounds(self._run.mailbox, uncalled, self._look_from)
         for place in near:
             listing += contributions(self._run.mailbox, *place)
         elsewhere = {*self._watches, *((fragment.index, version) for fragment, version in recorded)}.difference(near)
