@@ -5,7 +5,7 @@
 #   examples/launch/ssh.sh examples/train.py user@gpu-a user@gpu-b -- --steps 2000 --sync-every 50
 #
 # Identity: node-0, node-1, … in the order of the machines; keep the order when you start it again.
-# Credentials: this shell's, sent through ssh's standard input, so that they show in no process list and no file.
+# Credentials: this shell's, with the GRADIENTMAIL_RUN_KEY of a signed run, sent through ssh's standard input, so that they show in no process list and no file.
 # Restart: a node that dies is started again under its name after 5 seconds, as often as RESTARTS says (10).
 # Each machine needs this repository at FOLDER (~/gradientmail) with its .venv: run `make venv` there once.
 set -euo pipefail
@@ -30,7 +30,8 @@ remote() {
   local learner_id=$1
   shift
   local name
-  for name in GRADIENTMAIL_MAILBOX AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AWS_REGION AWS_ENDPOINT_URL; do
+  for name in GRADIENTMAIL_MAILBOX GRADIENTMAIL_RUN_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AWS_REGION \
+    AWS_DEFAULT_REGION AWS_ENDPOINT_URL; do
     if [[ -n ${!name:-} ]]; then printf 'export %s=%q\n' "$name" "${!name}"; fi
   done
   printf 'export GRADIENTMAIL_LEARNER_ID=%q\n' "$learner_id"

@@ -110,4 +110,5 @@ def check_same(ours: Layout, theirs: Layout) -> None:
             ("place in its fragment", place, run_place),
         ):
             if a != b:
-                raise RunMismatch(f"tensor {name!r} has {what} {a} here and {b} in the run: {_CURE}")
+                counts = "" if len(ours) == len(theirs) else f"set fragments={len(theirs)} as in the run (here are {len(ours)}), "
+                raise RunMismatch(f"tensor {name!r} has {what} {a} here and {b} in the run: {counts}{_CURE}")

@@ -15,12 +15,20 @@ Curve = list[tuple[float, float]]
 
 
 def read_logs(given: Sequence[str]) -> dict[str, dict[str, Curve]]:
-    """The curves of each log by the name of its column. A log is given as ``path`` or ``name=path``."""
+    """The curves of each log by the name of its column. A log is given as ``path`` or ``name=path``.
+
+    A log without a name has that of its folder, or the whole path where another has that name.
+    """
     found: dict[str, dict[str, Curve]] = {}
     for text in given:
         name, _, rest = text.rpartition("=")
         path = Path(rest)
-        found[name or _name_of(path)] = _curves(_rows(path))
+        name = name or _name_of(path)
+        if name in found:
+            name = str(path)
+        if name in found:
+            raise ConfigError(f"two logs are named {name!r}: give them as NAME=FILE")
+        found[name] = _curves(_rows(path))
     return found
 
 

@@ -167,7 +167,7 @@ def log_pictures(logs: Mapping[str, Mapping[str, Curve]]) -> list[Picture]:
         drawn = _by_log({name: curve for name, curve in curves.items() if len(curve) > 1})
         if drawn:
             says = f"{title} over the steps, or the samples, of each log"
-            shown.append(_picture(title, says, charts.lines(drawn, x="step", y=y, smooth=smooth)))
+            shown.append(_picture(title, says, charts.lines(drawn, x="steps, or samples", y=y, smooth=smooth)))
     return shown
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from uuid import uuid4
 
@@ -44,6 +45,8 @@ def _open(text: str, *, clock: Clock, probed: bool) -> Mailbox:
         raise ConfigError(f"the mailbox URL is empty: it is {_FORMS}")
     if "://" in text and "@" in text:  # said without the URL, which would carry them into a log
         raise ConfigError("a mailbox URL holds no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead")
+    if re.match(r"(s3|file|memory|gs|https?):(?!//)", text):  # what Path makes of a URL; each node would train alone, in a directory "s3:"
+        raise ConfigError(f"mailbox URL {text!r} lacks a slash: use {_FORMS}; a URL is no Path")
     parts = urlsplit(text)
     match parts.scheme if "://" in text else "":
         case "":

@@ -178,7 +178,7 @@ def changed(tensor: str, /, **changes: object) -> Layout:
         (changed("a", shape=(3, 2)), r"tensor 'a' has shape \(2, 3\) here and \(3, 2\) in the run"),
         (changed("c", kind="buffer"), r"tensor 'c' has kind parameter here and buffer in the run"),
         (changed("n", dtype="float32"), r"tensor 'n' has number type False here and True in the run"),
-        ((OURS[0] + OURS[1],), r"tensor 'c' has fragment 1 here and 0 in the run"),
+        ((OURS[0] + OURS[1],), r"tensor 'c' has fragment 1 here and 0 in the run: set fragments=1 as in the run \(here are 2\)"),
     ],
 )
 def test_the_first_difference_of_two_layouts_is_named_with_the_cure(theirs: Layout, text: str) -> None:

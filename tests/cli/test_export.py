@@ -126,6 +126,12 @@ class TestRefusals:
         said = command("export", finished_run, str(tmp_path / "m.pt"), "--template", str(tmp_path / "other.pt"), fails=True).stderr
         assert "of another model" in said
 
+    def test_a_template_of_another_width_is_refused(self, command: Command, finished_run: str, tmp_path: Path) -> None:
+        state = small_model().state_dict()
+        torch.save({**state, "1.weight": torch.zeros(9, 4)}, tmp_path / "wider.pt")
+        said = command("export", finished_run, str(tmp_path / "m.pt"), "--template", str(tmp_path / "wider.pt"), fails=True).stderr
+        assert "the template is of another model: '1.weight' has shape (9, 4) there and (5, 4) in the run" in said
+
     def test_a_template_is_not_unpickled_unless_it_is_trusted(self, command: Command, finished_run: str, tmp_path: Path) -> None:
         torch.save({"state_dict": small_model().state_dict(), "callback": Path("x")}, tmp_path / "t.ckpt")
         asked = ["export", finished_run, str(tmp_path / "m.ckpt"), "--template", str(tmp_path / "t.ckpt")]

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from gradientmail_torch import keys
 from gradientmail_torch.cli import charts
+from gradientmail_torch.cli.logs import read_logs
 from gradientmail_torch.cli.main import app
+from gradientmail_torch.errors import ConfigError
 from gradientmail_torch.mailbox import open_mailbox
 from gradientmail_torch.messages import Commit, LeftOut, encode, read
 from gradientmail_torch.patterns.queue import SharedQueue
@@ -137,6 +139,15 @@ class TestLogs:
         shown = page(command, finished_run, tmp_path, "--log", str(csv), "--log", f"second={lines}")
         assert {"Validation loss", "Training loss (mean of 10)", "Staleness of each node"} <= set(shown.headings)
         assert "second" in shown.text
+
+    def test_logs_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
+        files = [tmp_path / "out" / version / "metrics.csv" for version in ("version_0", "version_1")]
+        for file in files:
+            file.parent.mkdir(parents=True)
+            file.write_text("step,loss\n1,2.5\n")
+        assert [*read_logs([str(file) for file in files])] == ["out", str(files[1])]
+        with pytest.raises(ConfigError, match="give them as NAME=FILE"):
+            read_logs([str(files[0])] * 3)
 
     def test_a_log_that_cannot_be_read_is_named(self, command: Command, finished_run: str, tmp_path: Path) -> None:
         (tmp_path / "bad.jsonl").write_text("{")

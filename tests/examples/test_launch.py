@@ -50,7 +50,7 @@ def machines(tmp_path: Path) -> dict[str, str]:
     torchrun = tmp_path / "repo with blanks" / ".venv" / "bin" / "torchrun"
     torchrun.parent.mkdir(parents=True)
     torchrun.write_text(
-        '#!/bin/bash\nprintf "%s\\n" "$@" "$AWS_SECRET_ACCESS_KEY" > "$RECORD/$GRADIENTMAIL_LEARNER_ID"\n'
+        '#!/bin/bash\nprintf "%s\\n" "$@" "$AWS_SECRET_ACCESS_KEY" "$GRADIENTMAIL_RUN_KEY" > "$RECORD/$GRADIENTMAIL_LEARNER_ID"\n'
         'if [ "$GRADIENTMAIL_LEARNER_ID" = node-1 ] && [ ! -e "$RECORD/died" ]; then touch "$RECORD/died"; exit 9; fi\n'
     )
     sleep = tmp_path / "sleep"
@@ -65,6 +65,7 @@ def machines(tmp_path: Path) -> dict[str, str]:
         "FOLDER": str(tmp_path / "repo with blanks"),
         "GRADIENTMAIL_MAILBOX": "s3://bucket/run?endpoint_url=http://store:1",
         "AWS_SECRET_ACCESS_KEY": "se'cret $(touch pwned)",
+        "GRADIENTMAIL_RUN_KEY": "the same on all nodes",
     }
 
 
@@ -78,7 +79,7 @@ def test_ssh_starts_a_node_on_each_machine_and_starts_one_that_died_again(machin
         called = (tmp_path / node).read_text().splitlines()
         assert called[:3] == ["--standalone", "--nproc-per-node=1", "examples/train.py"]
         assert called[3:7] == ["--mailbox", machines["GRADIENTMAIL_MAILBOX"], "--learner-id", node]
-        assert called[7:] == ["--text", "a file", "se'cret $(touch pwned)"]
+        assert called[7:] == ["--text", "a file", "se'cret $(touch pwned)", "the same on all nodes"]
     assert not (tmp_path / "pwned").exists()
 
 
@@ -193,7 +194,7 @@ def test_the_kubernetes_job_is_indexed_and_takes_its_identity_from_the_index() -
 
 def test_the_skypilot_task_holds_no_secret_and_runs_bash() -> None:
     task: dict[str, Any] = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    assert task["secrets"] == {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}
+    assert task["secrets"] == {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "GRADIENTMAIL_RUN_KEY": ""}
     assert "num_nodes" not in task  # nodes of one gang wait for each other
     assert task["resources"]["job_recovery"]
     for part in ("setup", "run"):

@@ -62,6 +62,10 @@ def test_prefixes_of_a_bucket_are_apart(s3_url: str) -> None:
     [
         ("", "is empty"),
         ("gs://bucket/run", "unknown scheme 'gs'"),
+        ("s3:/bucket/run", "lacks a slash"),
+        ("s3:bucket/run", "lacks a slash"),
+        (Path("s3://bucket/run"), "a URL is no Path"),
+        (Path("file:///tmp/run"), "lacks a slash"),
         ("https://bucket.s3.amazonaws.com/run", "unknown scheme 'https'"),
         ("file://host/run", "three slashes"),
         ("file://", "three slashes"),
