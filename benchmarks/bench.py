@@ -23,7 +23,8 @@ PACED = {
     "100mbit": ("bound", "torchft", "ours", "ours-best"),
     "10mbit": ("bound", "torchft", "ours", "ours-best"),
 }
-JUDGED = ("ours", "ours-best", "ours-0.7/0.9", "ours-0.7/0.9-overwrite", "ddp", "torchft", "postlocal", "hivemind", "ours-4")
+OURS = ("ours", "ours-best", "ours-0.7/0.9", "ours-0.7/0.9-overwrite", "ours-0.7/0.9-warmup", "ours-4")
+JUDGED = (*OURS, "ddp", "torchft", "postlocal", "hivemind")
 """Whose loss is taken, for three seeds, over the unlimited link."""
 INCIDENTS = {
     "join": ("torchft", "ours", "hivemind"),

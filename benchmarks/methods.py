@@ -61,7 +61,8 @@ BEST: Mapping[str, Any] = {
     "commit_wire": "int4",
 }
 """What won in the tables of settings."""
-PEERS_OUTER = {"lr": 0.7, "momentum": 0.9, "warmup": False}
+DILOCO_OUTER = {"lr": 0.7, "momentum": 0.9}
+PEERS_OUTER = {**DILOCO_OUTER, "warmup": False}
 
 METHODS: Mapping[str, Method] = {
     "alone": Method(title="one process", program="alone", nodes=1),
@@ -75,6 +76,7 @@ METHODS: Mapping[str, Method] = {
     "ours": _ours("gradientmail"),
     "ours-0.7/0.9": _ours("gradientmail, outer as torchft's", outer=PEERS_OUTER),
     "ours-0.7/0.9-overwrite": _ours("gradientmail, outer step and overwriting as torchft's", outer=PEERS_OUTER, adoption="overwrite"),
+    "ours-0.7/0.9-warmup": _ours("gradientmail, 0.7/0.9 with warm-up, overwriting", outer=DILOCO_OUTER, adoption="overwrite"),
     "ours-int4": _ours("gradientmail, int4 both ways", wire="int4", commit_wire="int4"),
     "ours-best": _ours(
         "gradientmail, best settings: 4 fragments, int4, overwriting, outer lr 0.7",

@@ -77,8 +77,9 @@ def _of_bound(race: Mapping[str, Any], races: Sequence[Mapping[str, Any]]) -> st
 
 def losses(races: Sequence[Mapping[str, Any]]) -> str:
     rows = []
+    whole = [race for race in races if (race["steps"], race["scenario"], race["link"]) == (bench.LOSS_STEPS, "steady", "unlimited")]
     for method in METHODS:
-        found = [race for race in races if race["method"] == method and race["steps"] == bench.LOSS_STEPS and race["scenario"] == "steady"]
+        found = [race for race in whole if race["method"] == method]
         by_seed = [race["loss"] for race in sorted(found, key=lambda race: race["seed"]) if "loss" in race]
         if by_seed:
             rows.append([METHODS[method].title, f"{statistics.fmean(by_seed):.3f}", ", ".join(f"{loss:.3f}" for loss in by_seed)])
