@@ -17,6 +17,8 @@ PACE_STEPS = 100
 """Of the races that only a rate is taken from."""
 LOSS_STEPS = 300
 """614,400 tokens over all nodes."""
+TOKENS_A_STEP = 2048
+"""Of all nodes together."""
 
 PACED = {
     "unlimited": ("bound", "alone", "ddp", "postlocal", "torchft", "hivemind", "ours", "ours-best", "bound-4", "ours-4"),
@@ -54,11 +56,12 @@ def plans(parts: list[str]) -> Iterator[Plan]:
 
 
 def _at_equal_time(where: str = "100mbit") -> Iterator[Plan]:
-    """Torchft's whole training over a slow link, and ours with as many steps as fit into its time by the rates measured."""
+    """Torchft's whole training over a slow link, and ours with as many steps as fit into its time by the rate measured."""
     yield Plan(method="torchft", link=where, steps=LOSS_STEPS)
-    rates = {found["method"]: found.get("tokens_per_s") for found in results() if found["link"] == where and found["steps"] == PACE_STEPS}
-    if rates.get("torchft") and rates.get("ours"):
-        yield Plan(method="ours", link=where, steps=int(LOSS_STEPS * rates["ours"] / rates["torchft"]))
+    known = {(found["method"], found["steps"]): found for found in results() if found["link"] == where}
+    whole, paced = known.get(("torchft", LOSS_STEPS), {}), known.get(("ours", PACE_STEPS), {})
+    if "train_s" in whole and paced.get("tokens_per_s"):
+        yield Plan(method="ours", link=where, steps=int(whole["train_s"] * paced["tokens_per_s"] / TOKENS_A_STEP))
 
 
 def run(parts: list[str], *, patience_s: float, again: bool) -> None:
