@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradientmail_torch.algorithms.layout import Layout, tensors_of
 from gradientmail_torch.lightning.group import Group
-from gradientmail_torch.session.parameters import LocalParameters, Snapshot
+from gradientmail_torch.session.parameters import LocalParameters, Snapshot, adopt_buffer
 
 
 def reshard(model: nn.Module) -> None:
@@ -113,7 +113,7 @@ class _ShardedParameters:
         for tensor, spec, correction in zip(self._shards(fragment), self._layout[fragment], corrections, strict=True):
             part = part_of(correction, tensor)
             if spec.kind == "buffer":
-                tensor.copy_(part)
+                adopt_buffer(tensor, part)
                 moved.append(None)
             elif tensor.dtype.itemsize >= 4:
                 tensor.add_(part)
@@ -137,7 +137,10 @@ class _ShardedParameters:
     def mix(self, fragment: int, values: Sequence[Tensor], share: float) -> None:
         for tensor, spec, value in zip(self._shards(fragment), self._layout[fragment], values, strict=True):
             part = part_of(value, tensor)
-            tensor.copy_(part if spec.kind == "buffer" else tensor + share * (part - tensor))
+            if spec.kind == "buffer":
+                adopt_buffer(tensor, part)
+            else:
+                tensor.copy_(tensor + share * (part - tensor))
 
     def staged(self, tensors: list[Tensor]) -> list[Tensor]:
         return tensors

@@ -23,7 +23,7 @@ class ParameterAccess(Protocol):
         ...
 
     def shift(self, fragment: int, corrections: Sequence[Tensor]) -> list[Tensor | None]:
-        """Add a correction to each parameter; buffers take the given value.
+        """Add a correction to each parameter; buffers, of which a value is given, as in :func:`adopt_buffer`.
 
         Returns what each parameter really moved by, None where that is the correction itself: a bf16
         parameter moves by less or more than it was asked to.
@@ -35,7 +35,7 @@ class ParameterAccess(Protocol):
         ...
 
     def mix(self, fragment: int, values: Sequence[Tensor], share: float) -> None:
-        """Move each parameter by ``share`` of its way to ``values``; buffers take the value."""
+        """Move each parameter by ``share`` of its way to ``values``; buffers as in :func:`adopt_buffer`."""
         ...
 
     def staged(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -64,7 +64,7 @@ class LocalParameters:
         for tensor, spec, correction in zip(self._fragments[fragment], self._layout[fragment], corrections, strict=True):
             there = correction.to(tensor.device, non_blocking=True)
             if spec.kind == "buffer":
-                tensor.copy_(there)
+                adopt_buffer(tensor, there)
                 moved.append(None)
             elif tensor.dtype.itemsize >= 4:
                 tensor.add_(there)
@@ -89,12 +89,25 @@ class LocalParameters:
         for tensor, spec, value in zip(self._fragments[fragment], self._layout[fragment], values, strict=True):
             there = value.to(tensor.device, tensor.dtype)
             if spec.kind == "buffer":
-                tensor.copy_(there)
+                adopt_buffer(tensor, there)
             else:
                 tensor.lerp_(there, share)
 
     def staged(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.pin_memory() for tensor in tensors] if self._on_cuda else tensors
+
+
+BUFFER_SHARE = 0.5
+
+
+def adopt_buffer(tensor: Tensor, value: Tensor) -> None:
+    """What a buffer of a learner that has trained on makes of a commit's value: half of the way to it.
+
+    To take it whole would undo what the steps since the snapshot have done to a running statistic: where commits are a
+    cycle late, all of it, for ever. What counts in whole numbers stays the learner's own.
+    """
+    if tensor.is_floating_point():
+        tensor.lerp_(value.to(tensor.dtype), BUFFER_SHARE)
 
 
 def _as_wired(tensor: Tensor, *, copy: bool = False) -> Tensor:

@@ -275,3 +275,33 @@ def test_beyond_the_staleness_bound_a_warning_is_given_once_though_nothing_else_
     assert a.w == [29.0, 29.0], "nothing is lost"
     a.train(1.0, steps=20)
     assert a.session.stats().tally.stale_warnings == 2
+
+
+class Normalised(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(2))
+        self.register_buffer("running", torch.zeros(2))
+        self.register_buffer("count", torch.tensor(0))
+
+
+def test_running_statistics_move_on_where_every_commit_is_a_cycle_late(world: Any) -> None:
+    """A snapshot is taken right after an adoption: to take a commit's statistics whole would undo all that was done since."""
+    model = Normalised()
+    a = world.node("a", model=model)
+    for _ in range(20):
+        with torch.no_grad():
+            model.running.mul_(0.9).add_(0.1)  # of ones
+            model.count.add_(1)
+            model.w.add_(1.0)
+        a.session.step(samples=1)
+        world.turn(4)
+        a.boundary()
+        if a.fragment.pending is None:
+            a.contribute()
+    assert a.fragment.version >= 5
+    assert (model.running > 0.5).all()
+    assert (a.fragment.values[1] > 0.4).all()
+    assert model.count.item() == 20
+    a.session.close()
+    assert torch.equal(model.running, a.fragment.values[1])

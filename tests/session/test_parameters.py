@@ -68,19 +68,19 @@ def test_shifting_says_by_how_much_the_parameters_have_really_moved(dtype: torch
         assert moved[0] is None
     else:
         assert torch.equal(model.w.detach().float() - before, moved[0])
-    assert model.mean.tolist() == [4.0, 4.0], "buffers take the value"
-    assert model.count.item() == 5
+    assert model.mean.tolist() == [2.25, 2.25], "running statistics go half of the way"
+    assert model.count.item() == 7, "counters stay the learner's own"
     assert moved[2:] == [None, None]
 
 
 @by_type
-def test_mixing_goes_part_of_the_way_and_buffers_all_of_it(dtype: torch.dtype) -> None:
+def test_mixing_goes_part_of_the_way_and_so_do_running_statistics(dtype: torch.dtype) -> None:
     model = Model(dtype)
     reach, _ = access(model)
     reach.mix(0, values(3.0, 4.0, 7.0, mean=4.0, count=5), 0.5)
     assert model.w.tolist() == [2.0, 3.0, 5.0]
-    assert model.mean.tolist() == [4.0, 4.0]
-    assert model.count.item() == 5
+    assert model.mean.tolist() == [2.25, 2.25]
+    assert model.count.item() == 7
 
 
 def test_writing_keeps_the_optimizers_hold_on_its_parameters() -> None:
