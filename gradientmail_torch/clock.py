@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from gradientmail_torch.errors import ConfigError
+
 
 class Task(Protocol):
     """Something running in the background."""
@@ -92,3 +94,10 @@ class Reminder:
         while self._due_s <= waited:
             self._due_s *= 2
         return waited
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raises :class:`ConfigError` unless ``timeout`` is None or seconds to wait; NaN, with which nothing ever ends, is neither."""
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout >= 0):
+        raise ConfigError(f"timeout must be None or at least 0 seconds, not {timeout!r}")

@@ -21,6 +21,7 @@ SIGNED_MARK = b"GMS1"
 
 MAX_COUNT = 2**53
 MAX_SECONDS = 1e30
+"""A sum of times beyond it is cut off there: infinity cannot be written."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 MAX_VERSION = 9_999_999_999
 """As many as sort in a listing."""

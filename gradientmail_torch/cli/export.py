@@ -124,7 +124,7 @@ def _complete(tensors: dict[str, Tensor], template: dict[str, Tensor]) -> dict[s
     if missing:
         raise ConfigError(f"the template is of another model: it lacks {missing[0]!r}, which the run trains")
     for name in tensors.keys() & template.keys():
-        if (theirs := tuple(template[name].shape)) != (ours := tuple(tensors[name].shape)):
+        if (theirs := tuple(getattr(template[name], "shape", ()))) != (ours := tuple(tensors[name].shape)):
             raise ConfigError(f"the template is of another model: {name!r} has shape {theirs} there and {ours} in the run")
     merged_at = {_place(template[name]): name for name in tensors if name in template}
     state: dict[str, Tensor] = {}

@@ -8,7 +8,7 @@ import math
 import os
 
 from gradientmail_torch import keys
-from gradientmail_torch.clock import SYSTEM_CLOCK, Clock, Reminder
+from gradientmail_torch.clock import SYSTEM_CLOCK, Clock, Reminder, check_timeout
 from gradientmail_torch.errors import ConfigError, CorruptObject, InvalidName, MailboxError, MailboxUnavailable, RunTimeout
 from gradientmail_torch.mailbox import Mailbox, is_signed, open_mailbox
 from gradientmail_torch.mailbox.absence import Absence
@@ -65,8 +65,7 @@ class Barrier:
         """
         if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
             raise ConfigError(f"parties must be a whole number of at least 1, not {parties!r}")
-        if timeout is not None and not (_is_number(timeout) and timeout >= 0):
-            raise ConfigError(f"timeout must be None or at least 0 seconds, not {timeout!r}")
+        check_timeout(timeout)
         keys.encode_name(name, what="barrier name")
         with waiting(repr(self._mailbox), self._learner_id):
             return self._wait(name, parties, timeout)

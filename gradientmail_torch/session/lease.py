@@ -92,7 +92,7 @@ def _with(earlier: Earlier, beat: Beat) -> Earlier:
 
     return Earlier(
         lives=total(earlier.lives, 1),
-        seconds=min(earlier.seconds + beat.seconds, MAX_SECONDS),  # infinity cannot be written
+        seconds=min(earlier.seconds + beat.seconds, MAX_SECONDS),
         requests={name: total(earlier.requests.get(name, 0), beat.requests.get(name, 0)) for name in OPERATIONS},
         bytes_up=total(earlier.bytes_up, beat.bytes_up),
         bytes_down=total(earlier.bytes_down, beat.bytes_down),

@@ -2,122 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-import torch
-from torch import nn
 
 from gradientmail_torch import keys
-from gradientmail_torch.algorithms import DecoupledDiLoCo, wire
-from gradientmail_torch.algorithms.merge import Weighted, merge
 from gradientmail_torch.algorithms.quorum import delegate_order, group_of, groups_ahead
 from gradientmail_torch.cli.verify import verify
 from gradientmail_torch.errors import MailboxUnavailable
-from gradientmail_torch.messages import Commit, Partial, encode, read, reference
+from gradientmail_torch.messages import Partial, read
 from gradientmail_torch.session.observer import UNREAD, Peer
-from gradientmail_torch.session.run import Run
 from gradientmail_torch.testing.faults import Crash, CrashAfter, CrashBefore, Interposed
-
-SIZE = 64
-NAMES = "abcdefgh"
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(SIZE))
-
-
-def crowd(world: Any, names: str = NAMES, **settings: Any) -> list[Any]:
-    """Learners that have all been in the first commit, and know each other since."""
-    nodes = strangers(world, names, **settings)
-    offer(*nodes)
-    commit(world, nodes, 1)
-    meet(nodes)
-    return nodes
-
-
-def strangers(world: Any, names: str, *, fan_in: int = 3, keep: int | None = None, size: int = SIZE, **changes: Any) -> list[Any]:
-    algorithm = DecoupledDiLoCo(
-        **{"sync_every": 1000, "fragments": 1, "wire": "fp32", "commit_wire": "fp32", "grace": 0.0, "fan_in": fan_in} | changes
-    )
-    nodes = []
-    for name in names:
-        model = Model()
-        model.w = nn.Parameter(torch.zeros(size))
-        nodes.append(world.node(name, algorithm, model=model, keep=keep, keep_seconds=0.0))
-    return nodes
-
-
-def meet(nodes: list[Any]) -> None:
-    for worker in ("heartbeat", "observer"):
-        for node in nodes:
-            node.tick(worker)
-
-
-def offer(*nodes: Any) -> None:
-    """Each a direction of its own."""
-    for node in nodes:
-        number = ord(node.id)
-        with torch.no_grad():
-            node.model.w.add_(torch.sin(torch.arange(float(len(node.model.w))) * number) + 0.5)
-        node.session.step(samples=1 + number % 3)
-        node.contribute()
-        node.tick("publisher")
-
-
-def commit(world: Any, nodes: list[Any], version: int, *, but: Any = None) -> Commit:
-    """Syncers tick until the round is committed; then all adopt."""
-    for _ in range(100):
-        for node in nodes:
-            if node is not but and world.commit(version) is None:
-                node.tick("syncer")
-            node.clock.advance(1.0)
-        if world.commit(version) is not None:
-            break
-    for node in nodes:
-        if node is not but:
-            node.until(lambda node=node: node.fragment.known >= version, "aligner")
-            node.boundary()
-    made: Commit | None = world.commit(version)
-    assert made is not None
-    return made
-
-
-def groups(world: Any, nodes: list[Any], *, count: int = 0) -> dict[int, list[str]]:
-    """The members of each group that is worth a sum."""
-    run, count = nodes[0].run.manifest.nonce, count or groups_ahead(len(nodes), nodes[0].session.algorithm.fan_in)
-    found: dict[int, list[str]] = {}
-    for node in nodes:
-        found.setdefault(group_of(run, node.id, count), []).append(node.id)
-    return {group: members for group, members in found.items() if len(members) > 1}
-
-
-def check(world: Any, nodes: list[Any], made: Commit) -> None:
-    """Everyone is in it once, with the value that a flat merge gives, and all have adopted the same."""
-    assert Counter(merged.learner_id for merged in made.merged) == Counter(node.id for node in nodes)
-    run, specs = nodes[0].run, nodes[0].fragment.specs
-    parts = []
-    for merged in sorted(made.merged, key=lambda each: each.nonce):
-        tensors = run.tensors(merged.data, specs)
-        parts.append(Weighted(weight=merged.weight, tensors=tensors, norms=[float(tensors[0].norm())]))
-    (change,) = merge(lambda: iter(parts), specs, made.method)
-    before = run.values(world.commit(made.version - 1))[0]
-    after = run.values(made)[0]
-    torch.testing.assert_close(after, before + change, rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(node.fragment.values[0], after) for node in nodes)
-    found = verify(world.mailbox, tuple(world.commit(version) for version in range(1, made.version + 1)))
-    assert [(each.problem, each.commits) for each in found] == [("", made.version)]
-
-
-def partials(world: Any) -> list[str]:
-    return [key for key in world.keys("") if key.startswith("partials/") or keys.is_partial(key)]
-
+from tests.session.crowds import NAMES, check, commit, crowd, groups, meet, offer, partials, slices, strangers
 
 # --- all is well -------------------------------------------------------------------------------------------
 
@@ -168,14 +67,6 @@ def seen_by(node: Any, count: int) -> dict[str, Peer]:
     """So many others, some of whom may not be there."""
     known = dict(sorted(node.session._membership.peers.items())[:count])
     return known | {f"more-{number}": Peer(f"more-{number}", 1, UNREAD, live=True) for number in range(count - len(known))}
-
-
-def slices(made: Commit) -> list[tuple[int, int]]:
-    begin, found = 0, []
-    for ahead in made.ahead:
-        found.append((begin, begin + ahead.contributions))
-        begin += ahead.contributions
-    return found
 
 
 def test_a_replay_names_the_sum_that_is_not_what_its_contributions_make(world: Any) -> None:
@@ -408,107 +299,6 @@ def test_a_syncer_waits_for_sums_only_so_long(world: Any, monkeypatch: pytest.Mo
             node.tick("syncer")
     assert world.keys("claims/") > claimed
     assert world.commit(2) is None
-    made = commit(world, nodes, 2)
-    assert made.ahead == ()
-    check(world, nodes, made)
-
-
-# --- who lies ----------------------------------------------------------------------------------------------
-
-
-def with_data(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Run, Partial], Partial]:
-    """Other sums, soundly named."""
-
-    def lie(world: Any, run: Run, partial: Partial) -> Partial:
-        (tensor,) = run.tensors(partial.data, run.layout[0])
-        data = wire.encode([change(tensor)], run.layout[0], "fp32")
-        world.mailbox.put(partial.data.key, data)
-        return msgspec.structs.replace(partial, data=reference(partial.data.key, data, wire="fp32"))
-
-    return lie
-
-
-def record(**changes: Callable[[Partial], Any]) -> Callable[[Any, Run, Partial], Partial]:
-    return lambda world, run, partial: msgspec.structs.replace(partial, **{name: change(partial) for name, change in changes.items()})
-
-
-def first_as(**changes: Any) -> Callable[[Partial], Any]:
-    return lambda partial: (msgspec.structs.replace(partial.merged[0], **changes), *partial.merged[1:])
-
-
-LIES: dict[str, Callable[[Any, Run, Partial], Partial]] = {
-    "not finite": with_data(lambda tensor: tensor * float("nan")),
-    "out of proportion": with_data(lambda tensor: tensor * 1e12),
-    "another version": record(version=lambda partial: partial.version + 1),
-    "another group": record(group=lambda partial: partial.group + 1),
-    "another method": record(method=lambda partial: "mean" if partial.method == "rda" else "rda"),
-    "no radii": record(radii=lambda partial: ()),
-    "a huge radius": record(radii=lambda partial: (1e29,)),
-    "a contribution twice": record(merged=lambda partial: (partial.merged[0], *partial.merged)),
-    "out of order": record(merged=lambda partial: partial.merged[::-1]),
-    "more weight": record(merged=first_as(weight=1e6)),
-    "no steps": record(merged=first_as(steps=0)),
-    "more steps than there can be": record(merged=first_as(steps=2**53, samples=1, weight=2.0**-53)),
-    "more samples than there can be": record(merged=first_as(steps=1, samples=10**15, weight=1e30)),
-    "a tensor that is not there shortened": record(merged=first_as(clips={77: 0.5})),
-    "a stranger": record(merged=first_as(learner_id="nobody")),
-    "data elsewhere": record(data=lambda partial: msgspec.structs.replace(partial.data, key="run.json")),
-    "another digest": record(data=lambda partial: msgspec.structs.replace(partial.data, sha256="0" * 64)),
-    "too large": record(data=lambda partial: msgspec.structs.replace(partial.data, size=2**50)),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_sums_that_cannot_be_right_are_passed_over_and_their_contributions_read(
-    world: Any, caplog: pytest.LogCaptureFixture, lie: str
-) -> None:
-    nodes = crowd(world, merge="rda")
-    offer(*nodes)
-    members = max(groups(world, nodes).values(), key=len)
-    for node in nodes:
-        node.engine.syncer._delegate.consider(node.fragment, 2, frozenset(NAMES), {}, waited_enough=True)
-    group = group_of(nodes[0].run.manifest.nonce, members[0], 3)
-    key = keys.partial(0, 2, group)
-    partial = read(world.mailbox, Partial, key)
-    assert partial is not None
-    world.mailbox.put(key, encode(LIES[lie](world, nodes[0].run, partial)))
-    with caplog.at_level(logging.WARNING):
-        made = commit(world, nodes, 2)
-    assert "passed over" in caplog.text
-    assert not {merged.learner_id for begin, end in slices(made) for merged in made.merged[begin:end]} & {*members}
-    check(world, nodes, made)
-
-
-def test_a_replay_names_who_was_given_another_weight_than_it_has_offered(world: Any) -> None:
-    """Sums that are made with it are in themselves sound."""
-    nodes = crowd(world)
-    offer(*nodes)
-    made = commit(world, nodes, 2)
-    first, *others = made.merged
-    lie = msgspec.structs.replace(first, samples=9, steps=1, weight=81.0)
-    (found,) = verify(world.mailbox, (world.commit(1), msgspec.structs.replace(made, merged=(lie, *others))))
-    assert f"names other work or data of {first.learner_id} than it has offered" in found.problem
-
-
-@pytest.mark.parametrize("name", ["abc", "-1", "0.5"])
-def test_sums_that_shorten_what_has_no_place_are_no_record(world: Any, name: str) -> None:
-    nodes = crowd(world)
-    offer(*nodes)
-    for node in nodes:
-        node.engine.syncer._delegate.consider(node.fragment, 2, frozenset(NAMES), {}, waited_enough=True)
-    for key in world.keys("partials/"):
-        world.mailbox.put(key, world.mailbox.get(key).replace(b'"clips":{}', b'"clips":{"%s":0.5}' % name.encode(), 1))
-    made = commit(world, nodes, 2)
-    assert made.ahead == ()
-    check(world, nodes, made)
-
-
-@pytest.mark.parametrize("junk", [b"", b"{}", b"null", b"\xff\x00", b"[" * 10_000])
-def test_junk_in_place_of_sums_is_passed_over(world: Any, junk: bytes) -> None:
-    nodes = crowd(world)
-    offer(*nodes)
-    for group in range(3):
-        world.mailbox.put(keys.partial(0, 2, group), junk)
     made = commit(world, nodes, 2)
     assert made.ahead == ()
     check(world, nodes, made)

@@ -6,12 +6,12 @@ import os
 import random
 from collections.abc import Sequence
 
-from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
+from gradientmail_torch.clock import SYSTEM_CLOCK, Clock, check_timeout
 from gradientmail_torch.keys import SyncKeys
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.patterns.synchronization.dag import Dag, Trigger
 from gradientmail_torch.patterns.synchronization.ledger import Call
-from gradientmail_torch.patterns.synchronization.party import Party, Settings, check_timeout
+from gradientmail_torch.patterns.synchronization.party import Party, Settings
 from gradientmail_torch.patterns.synchronization.runner import Function, Result
 
 

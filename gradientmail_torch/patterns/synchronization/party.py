@@ -43,12 +43,6 @@ class Settings:
             )
 
 
-def check_timeout(timeout: float | None) -> None:
-    """Raises :class:`ConfigError`; NaN, with which nothing ever ends, is refused as well."""
-    if timeout is not None and not timeout >= 0:
-        raise ConfigError(f"timeout must be None or at least 0 seconds, not {timeout!r}")
-
-
 class Party:
     """Opens the ledger, steps nodes and waits for them."""
 

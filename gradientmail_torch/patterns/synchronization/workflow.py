@@ -7,14 +7,14 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
+from gradientmail_torch.clock import SYSTEM_CLOCK, Clock, check_timeout
 from gradientmail_torch.errors import ConfigError, RunTimeout, WorkFenced
 from gradientmail_torch.keys import ReachedKey, SyncKeys
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.patterns.leased_work import LeasedWork, Outcome
 from gradientmail_torch.patterns.synchronization.dag import START, Dag, Trigger
 from gradientmail_torch.patterns.synchronization.ledger import Call, Marker
-from gradientmail_torch.patterns.synchronization.party import Party, Settings, check_timeout
+from gradientmail_torch.patterns.synchronization.party import Party, Settings
 from gradientmail_torch.patterns.synchronization.runner import Function, Invoke, Result, payload_of
 
 _LOOKS = 5

@@ -135,13 +135,12 @@ class Liveness:
         """Whether an observer has read the same beat over a lease in which it was itself awake and online.
 
         Of the time between two of its requests at most a sixth of a lease counts. Requests are taken here at the
-        moment of their effect, and there at that of their answer: so two thirds of a lease are asked for. One that takes
-        effect while its process sleeps, and its clock stands, is out of order.
+        moment of their effect, and there at that of their answer: so two thirds of a lease are asked for.
         """
         same = [read.own_s for read in reads if read.count == count]
         if not same:
             return False
-        awake = [same[0], *sorted(at_s for at_s in self._active[observer] if same[0] < at_s <= same[-1])]
+        awake = [same[0], *(at_s for at_s in self._active[observer] if same[0] < at_s <= same[-1])]
         watched_s = sum(min(after - before, self._lease_s / 6) for before, after in pairwise(awake))
         return watched_s >= self._lease_s * 2 / 3 - 0.001
 
