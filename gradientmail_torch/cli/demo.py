@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def demo(arguments: Sequence[str]) -> None:
     before = sys.argv, sys.path
     sys.argv, sys.path = ["gradientmail demo", *arguments], [str(program.parent), *sys.path]
     try:
-        runpy.run_path(str(program), run_name="__main__")
+        importlib.import_module(program.stem).main()
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "rich"):
             raise

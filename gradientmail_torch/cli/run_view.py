@@ -15,6 +15,7 @@ from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import CorruptObject, InvalidName, RunMismatch, RunTimeout
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.messages import Beat, Commit, LifeRecord, Manifest, check_manifest, read
+from gradientmail_torch.patterns.barrier import read_parties
 from gradientmail_torch.patterns.queue import Progress, SharedQueue
 
 
@@ -59,7 +60,7 @@ class BarrierView:
     name: str
     arrived: tuple[str, ...]
     missing: tuple[str, ...]
-    """Learners of the run that have not arrived. How many a barrier waits for is known to its callers alone."""
+    """Learners of the run that have not arrived; none once as many are there as one of them waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,15 +183,19 @@ def _open_rounds(mailbox: Mailbox, versions: Mapping[int, int]) -> tuple[OpenRou
 
 
 def read_barriers(mailbox: Mailbox, learners: Sequence[str]) -> tuple[BarrierView, ...]:
-    """Every barrier, and which of ``learners`` have not arrived."""
+    """Every barrier, and which of ``learners`` it still waits for."""
     arrived: dict[str, list[str]] = {}
     for key in mailbox.list(keys.BARRIERS):
         if (learner_id := keys.parse_arrival(key)) is not None:
             arrived.setdefault(keys.segment_below(keys.BARRIERS, key), []).append(learner_id)
-    return tuple(
-        BarrierView(name=name, arrived=tuple(who), missing=tuple(each for each in learners if each not in who))
-        for name, who in arrived.items()
-    )
+    return tuple(_barrier(mailbox, name, who, learners) for name, who in arrived.items())
+
+
+def _barrier(mailbox: Mailbox, name: str, arrived: Sequence[str], learners: Sequence[str]) -> BarrierView:
+    missing = [each for each in learners if each not in arrived]
+    if missing and len(arrived) >= (read_parties(mailbox, name, arrived[0]) or len(arrived) + 1):
+        missing = []
+    return BarrierView(name=name, arrived=tuple(arrived), missing=tuple(missing))
 
 
 def read_queues(mailbox: Mailbox) -> tuple[QueueView, ...]:

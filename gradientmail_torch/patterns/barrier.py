@@ -15,13 +15,16 @@ from gradientmail_torch.mailbox.absence import Absence
 from gradientmail_torch.presence import waiting
 
 log = logging.getLogger(__name__)
+MOST_DIGITS = 9
+"""Of a number of parties that is believed."""
 
 
 class Barrier:
     """Holds each learner at a named point until a number of them have reached it.
 
     An arrival is an object that is created once and never removed, and the listing of the arrivals is the
-    whole state: there is no leader and nothing to recover. So a name serves once per run (a loop names each
+    whole state: there is no leader and nothing to recover. (What it holds, the number that its learner waits for,
+    is for those who look on.) So a name serves once per run (a loop names each
     barrier after its iteration, ``f"epoch-{epoch}"``), a learner that restarts finds its own arrival, and one
     that comes after the barrier opened passes at once.
 
@@ -77,7 +80,7 @@ class Barrier:
         while True:
             try:
                 if self._learner_id not in arrived:
-                    self._record(name)
+                    self._record(name, parties)
                 arrived = self._arrived(name)
                 absence.answered()
             except MailboxUnavailable as error:
@@ -101,8 +104,8 @@ class Barrier:
             left = self._poll_interval if timeout is None else min(self._poll_interval, began + timeout - now)
             self._clock.sleep(left)
 
-    def _record(self, name: str) -> None:
-        key, arrival = keys.barrier(name, self._learner_id), self._learner_id.encode()
+    def _record(self, name: str, parties: int) -> None:
+        key, arrival = keys.barrier(name, self._learner_id), str(parties).encode()
         if not self._mailbox.put_if_absent(key, arrival) and is_signed(self._mailbox) and not self._genuine(key):
             self._mailbox.put(key, arrival)  # this learner alone writes there: what is in the way is a stranger's
 
@@ -135,6 +138,15 @@ class Barrier:
                 return False
             self._verified.add(key)
         return True
+
+
+def read_parties(mailbox: Mailbox, name: str, learner_id: str) -> int | None:
+    """For how many ``learner_id`` waits at the barrier ``name``; None when its arrival does not say so."""
+    try:
+        arrival = mailbox.get(keys.barrier(name, learner_id), length=MOST_DIGITS + 1) or b""
+    except CorruptObject:
+        return None
+    return int(arrival) if len(arrival) <= MOST_DIGITS and arrival.isdigit() else None
 
 
 def _is_number(value: object) -> bool:

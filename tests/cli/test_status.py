@@ -14,8 +14,10 @@ import pytest
 from gradientmail_torch import keys
 from gradientmail_torch.cli.run_view import read_run
 from gradientmail_torch.cli.watching import BeatWatch, sightings
+from gradientmail_torch.errors import RunTimeout
 from gradientmail_torch.mailbox import CountingMailbox, open_mailbox
 from gradientmail_torch.messages import Beat, encode
+from gradientmail_torch.patterns.barrier import Barrier
 from gradientmail_torch.patterns.queue import SharedQueue
 from gradientmail_torch.testing.clock import ManualClock
 from tests.cli.conftest import Command, join, together, train
@@ -86,6 +88,21 @@ def test_open_rounds_barriers_and_queues_are_shown(command: Command, tmp_path: P
     assert "v1: node-b" in text
     assert "half-way" in text
     assert "shards" in text
+
+
+def test_a_barrier_waits_for_nobody_once_it_is_open(mailbox_url: str) -> None:
+    for name in ("node-a", "node-b"):
+        join(mailbox_url, name, together(parties=1))[0].close()
+    box = open_mailbox(mailbox_url)
+    Barrier(box, "node-a").wait("open", parties=1)
+    with pytest.raises(RunTimeout):
+        Barrier(box, "node-a").wait("waited for", parties=2, timeout=0)
+    box.put(keys.barrier("not ours", "node-a"), b"-1")
+    assert {barrier.name: barrier.missing for barrier in read_run(box).barriers} == {
+        "open": (),
+        "waited for": ("node-b",),
+        "not ours": ("node-b",),
+    }
 
 
 def test_queues_with_like_names_are_all_found(mailbox_url: str) -> None:

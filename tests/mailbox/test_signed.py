@@ -93,7 +93,7 @@ def test_a_forged_arrival_in_ones_own_name_does_not_keep_one_out(
     store.put("barriers/start/node-0", b"forged")
     assert Barrier(signed, "node-0", poll_interval=0.01).wait("start", parties=1, timeout=0) == ["node-0"]
     assert "barriers/start/node-0" in caplog.text
-    assert signed.get("barriers/start/node-0") == b"node-0"
+    assert signed.get("barriers/start/node-0") == b"1"
 
 
 def test_a_learner_without_the_key_is_told_so(store: MemoryMailbox, signed: SignedMailbox) -> None:

@@ -100,7 +100,7 @@ class TestRecordingArrivals:
         clock.at(5, lambda: mailbox.delete("barriers/start/A"))
         clock.at(10, arrives(mailbox, "B"))
         assert Barrier(mailbox, "A", clock=clock).wait("start", parties=2) == ["A", "B"]
-        assert mailbox.get("barriers/start/A") == b"A"
+        assert mailbox.get("barriers/start/A") == b"2"
 
     def test_an_arrival_is_an_object_that_is_created_once_and_stays(self, mailbox: MemoryMailbox, clock: ManualClock) -> None:
         box = CountingMailbox(mailbox)
@@ -108,7 +108,7 @@ class TestRecordingArrivals:
         barrier.wait("start", parties=1)
         barrier.wait("start", parties=1)
         assert [*mailbox.list("")] == ["barriers/start/node-0"]
-        assert mailbox.get("barriers/start/node-0") == b"node-0"
+        assert mailbox.get("barriers/start/node-0") == b"1"
         assert "delete" not in box.usage.requests
 
     def test_each_poll_is_one_listing(self, mailbox: MemoryMailbox, clock: ManualClock) -> None:
