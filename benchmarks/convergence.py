@@ -156,8 +156,9 @@ TABLES: dict[str, Table] = {
         },
     ),
     "joiner": Table(
-        question="A node that joins half-way with a fresh inner optimizer: over how many steps its learning rate rises.",
-        rows={f"{steps} steps": _with(speeds=(1.0,) * 2, joins_at=0.5, rewarm_steps=steps) for steps in (0, 5, 10, 20)},
+        question="A node that joins half-way: over how many steps its learning rate rises, or with the inner optimizer of another.",
+        rows={f"{steps} steps": _with(joins_at=0.5, rewarm_steps=steps) for steps in (0, 5, 10, 20)}
+        | {"inner optimizer of the first node": _with(joins_at=0.5, warm_start=True)},
     ),
 }
 

@@ -6,9 +6,11 @@ are as unequal as is asked for, while the run costs no more than its arithmetic.
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks import work
@@ -52,6 +54,8 @@ class Experiment:
     """Share of the training at which the last node joins."""
     rewarm_steps: int = 0
     """Steps over which the joiner's learning rate rises from zero."""
+    warm_start: bool = False
+    """The joiner begins with the inner optimizer of the first node as it is then: the best that a published snapshot could give."""
     tokens: int = 614_400
     """Over all nodes."""
     precision: str = "bf16"
@@ -99,7 +103,9 @@ def run(experiment: Experiment, seed: int) -> dict[str, Any]:
         for node in nodes:
             late = node.number == len(nodes) - 1
             delay_s = experiment.joins_at * virtual_s if late else 0.0
-            cluster.process(node.name, node.train, delay_s=delay_s, up_bytes_per_s=_rate(experiment, algorithm, len(nodes)))
+            cluster.process(
+                node.name, partial(node.train, nodes[0]), delay_s=delay_s, up_bytes_per_s=_rate(experiment, algorithm, len(nodes))
+            )
         cluster.at(0.5 * virtual_s, lambda: look(0.5))
         cluster.run()
         model = work.make_model(seed)
@@ -132,14 +138,18 @@ class _Node:
         self.name = f"node-{number}"
         self.steps = steps[number]
         self.nodes = len(steps)
+        self.model = work.make_model(seed)
+        self.optimizer = work.make_optimizer(self.model)
 
-    def train(self) -> dict[str, Any]:
+    def train(self, example: _Node) -> dict[str, Any]:
+        """Train to the end; a joiner with a warm start takes its inner optimizer's state from ``example``."""
         experiment, clock = self.experiment, self.cluster.clock
-        model = work.make_model(self.seed)
-        optimizer = work.make_optimizer(model)
+        model, optimizer = self.model, self.optimizer
         shard = (self.number / self.nodes, (self.number + 1) / self.nodes) if experiment.own_data else (0.0, 1.0)
         late = self.number == self.nodes - 1 and experiment.joins_at > 0
         missed = round(experiment.joins_at * (self.steps / (1 - experiment.joins_at))) if late else 0
+        if late and experiment.warm_start:
+            optimizer.load_state_dict(copy.deepcopy(example.optimizer.state_dict()))
         lateness = Lateness()
         session = Session(
             model,
