@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradientmail_torch import keys
+from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Sums, Weighted, clip_factors, combined, norms, vector_norm
 from gradientmail_torch.errors import CorruptObject, InvalidName
 from gradientmail_torch.messages import Contribution, LeftOut, Merged, Partial, TensorSpec, read
@@ -30,7 +31,7 @@ class Own(NamedTuple):
     """The syncer's own contribution, which need not be fetched: the record holds a digest of exactly this."""
 
     record: Contribution
-    delta: list[Tensor]
+    sent: bytes
 
 
 class ClosingRound:
@@ -165,8 +166,7 @@ class ClosingRound:
 
     def _load(self, key: str, record: Contribution) -> list[Tensor] | None:
         try:
-            at_hand = self._own.delta if self._own is not None and record == self._own.record else None
-            tensors = at_hand or self._run.tensors(record.data, self._specs)
+            tensors = self._tensors(record)
         except CorruptObject as error:
             self._leave_out(key, record.nonce, record.learner_id, str(error))
             return None
@@ -178,6 +178,11 @@ class ClosingRound:
             self._leave_out(key, record.nonce, record.learner_id, problem)
             return None
         return tensors
+
+    def _tensors(self, record: Contribution) -> list[Tensor] | None:
+        if self._own is None or record != self._own.record:
+            return self._run.tensors(record.data, self._specs)
+        return wire.decode(self._own.sent, self._specs, record.data.wire, key=record.data.key)
 
     def _unsound(self, tensors: Sequence[Tensor], record: Contribution) -> str:
         actual = norms(tensors, self._specs)

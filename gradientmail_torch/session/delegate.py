@@ -101,7 +101,7 @@ class Delegate:
             before, pending = fragment.newest_values(), fragment.pending
         if self._run.mailbox.get(key, length=0) is not None:
             return
-        own = Own(pending.record, pending.delta) if pending and pending.record and pending.delta else None
+        own = Own(pending.record, pending.sent) if pending and pending.record and pending.sent else None
         closing = ClosingRound(self._run, fragment.index, version, before, own, members=members)
         sums = summed(closing.contributions(), fragment.specs, method)
         if not closing.merged:

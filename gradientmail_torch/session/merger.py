@@ -59,7 +59,7 @@ class Merger:
             if fragment.known != version - 1:
                 return frozenset()
             before, pending = Base(fragment.known, fragment.newest_nonce(), fragment.newest_values()), fragment.pending
-        own = Own(pending.record, pending.delta) if pending and pending.record and pending.delta else None
+        own = Own(pending.record, pending.sent) if pending and pending.record and pending.sent else None
         try:
             state = self._outer_state(fragment, version - 1)
         except CorruptObject:
@@ -111,6 +111,7 @@ class Merger:
             change = difference(values, before.values, fragment.specs)
             update, change = self._run.publish(self._key(fragment, version, nonce, "update"), change, fragment.specs, algorithm.commit_wire)
             values = total(before.values, change, fragment.specs)
+            del change  # the uploads that follow may take long
         where = self._key(fragment, version, nonce, "whole")
         if algorithm.commits_whole(version):
             parameters, _ = self._run.publish(where, values, fragment.specs, "fp32")

@@ -37,7 +37,7 @@ class Publisher:
         encoded: Callable[[], None],
         unsound: Callable[[], None],
     ) -> None:
-        """``encoded`` is called when a contribution's delta has become known, so that commits can be prepared.
+        """``encoded`` is called when a contribution's bytes have become known, so that commits can be prepared.
 
         ``unsound`` is called when the training thread is to set a fragment back.
         """
@@ -79,32 +79,30 @@ class Publisher:
         """Encode and upload a contribution. False when it is not fit to be sent."""
         if fragment.reset:
             return False  # the training thread has not got there yet
-        if pending.encoded is None and not self._encode(fragment, pending):
+        if pending.sent is None and not self._encode(fragment, pending):
             return False
-        assert pending.encoded is not None
-        assert pending.delta is not None
+        assert pending.sent is not None
         key = keys.data(fragment.index, fragment.known + 1, self._life.learner_id, pending.nonce, "delta")
         began = self._clock.monotonic()
-        self._run.mailbox.put(key, pending.encoded)
-        self._measure(len(pending.encoded), self._clock.monotonic() - began)
+        self._run.mailbox.put(key, pending.sent)
+        self._measure(len(pending.sent), self._clock.monotonic() - began)
         pending.record = Contribution(
             nonce=pending.nonce,
             learner_id=self._life.learner_id,
             generation=self._life.generation,
             steps=pending.work.steps,
             samples=pending.work.samples,
-            norms=tuple(norms(pending.delta, fragment.specs)),
+            norms=tuple(norms(pending.delta(fragment.specs), fragment.specs)),
             anchor=pending.anchor,
-            data=reference(key, pending.encoded, wire=pending.wire),
+            data=reference(key, pending.sent, wire=pending.wire),
         )
-        pending.encoded = None
         return True
 
     def _encode(self, fragment: Fragment, pending: Pending) -> bool:
-        """Work out the delta and its bytes. False, and the fragment is to be set back, when it is not finite."""
+        """Work out the delta's bytes. False, and the fragment is to be set back, when it is not finite."""
         assert pending.snapshot is not None
         with self._replica.lock:
-            base = fragment.base  # stays until the delta is known: adoption waits for it
+            base = fragment.base  # stays until the bytes are known: adoption waits for them
         delta = difference(pending.snapshot(), base, fragment.specs)
         if not _finite(delta, fragment):
             with self._replica.lock:
@@ -115,10 +113,9 @@ class Publisher:
             )  # fmt: skip
             self._unsound()
             return False
-        pending.encoded = wire.encode(delta, fragment.specs, pending.wire)
-        sent = wire.decode(pending.encoded, fragment.specs, pending.wire, key="a contribution of our own")
+        sent = wire.encode(delta, fragment.specs, pending.wire)
         with self._replica.lock:
-            pending.delta, pending.snapshot = sent, None
+            pending.sent, pending.snapshot = sent, None
         self._encoded()
         return True
 

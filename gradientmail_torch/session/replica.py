@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.adoption import Keep, Outcome, what_to_keep
 from gradientmail_torch.algorithms.algorithm import Algorithm
 from gradientmail_torch.messages import Commit, Contribution, TensorSpec
-from gradientmail_torch.session.parameters import ParameterAccess, Snapshot, difference, total
+from gradientmail_torch.session.parameters import ParameterAccess, Snapshot, difference
 from gradientmail_torch.session.run import INITIAL_NONCE
 
 log = logging.getLogger(__name__)
@@ -55,13 +56,11 @@ class Pending:
     work: Work
     anchor: str
     snapshot: Snapshot | None
-    """The parameters when it was taken; None once the delta is known."""
+    """The parameters when it was taken; None once they have been encoded."""
     wire: str
     """The number format that it travels in."""
-    delta: list[Tensor] | None = None
-    """Exactly what the mailbox holds of it, decoded: what the wire format lost stays local progress."""
-    encoded: bytes | None = None
-    """The bytes until they are in the mailbox: encoded anew, what is left of a lossy format would lose some more."""
+    sent: bytes | None = None
+    """Exactly what the mailbox holds of it, or will: encoded anew, what is left of a lossy format would lose some more."""
     record: Contribution | None = None
     """Set when the data is in the mailbox."""
     version: int = 0
@@ -70,6 +69,11 @@ class Pending:
     """Whether the record is known to be in that round, or that of an earlier life is."""
     outcome: Outcome = Outcome.OPEN
     reason: str = ""
+
+    def delta(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """What others read of it: what the wire format lost stays local progress. Kept as bytes, which take less memory."""
+        assert self.sent is not None
+        return wire.decode(self.sent, specs, self.wire, key="a contribution of our own")
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +84,7 @@ class Staged:
     nonce: str
     values: list[Tensor]
     correction: list[Tensor] | None = None
+    """By how much the parameters have to move, where they are rebased; None until it has been worked out."""
     prepared_for: object = None
     """The state that the correction was computed against; it is stale when the fragment's differs."""
 
@@ -252,10 +257,7 @@ class Replica:
         moved = self._access.shift(fragment.index, staged.correction)
         if all(by is None for by in moved):
             return staged.values
-        start = fragment.base
-        if keep is Keep.SINCE_SNAPSHOT and fragment.pending is not None and fragment.pending.delta is not None:
-            start = total(fragment.base, fragment.pending.delta, fragment.specs)
-        return [v if by is None else b + by for v, by, b in zip(staged.values, moved, start, strict=True)]
+        return [v if by is None else v + (by - c) for v, by, c in zip(staged.values, moved, staged.correction, strict=True)]
 
     def _drop_uncontributed(self, fragment: Fragment) -> None:
         self.tally.discarded_work = self.tally.discarded_work + self.uncontributed(fragment)
@@ -320,12 +322,14 @@ class Replica:
             staged, pending, base, state = fragment.staged, fragment.pending, fragment.base, fragment.state()
             if staged is None or (staged.correction is not None and staged.prepared_for == state):
                 return False
-            if pending is not None and pending.delta is None:
+            if pending is not None and pending.sent is None:
                 return False  # its snapshot has not been encoded; the publisher wakes us
-        correction = difference(staged.values, base, fragment.specs)
-        if pending is not None and pending.delta is not None and state[2] is Outcome.MERGED:
-            correction = difference(correction, pending.delta, fragment.specs)
-        correction = self._access.staged(correction)
+        correction: list[Tensor] = []
+        if self._algorithm.adoption_rule == "rebase":
+            correction = difference(staged.values, base, fragment.specs)
+            if pending is not None and state[2] is Outcome.MERGED:
+                correction = difference(correction, pending.delta(fragment.specs), fragment.specs)
+            correction = self._access.staged(correction)
         with self.lock:
             staged.correction, staged.prepared_for = correction, state
         return True

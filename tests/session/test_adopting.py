@@ -67,7 +67,7 @@ def test_a_late_contribution_keeps_everything_and_stays_what_it_was(world: Any) 
     a.until(lambda: a.fragment.known == 1, "observer", "aligner")
     a.boundary()
     assert a.w == [101.0, 101.0]
-    assert a.fragment.pending.delta[0].tolist() == [1.0, 1.0]
+    assert a.fragment.pending.delta(a.fragment.specs)[0].tolist() == [1.0, 1.0]
     a.tick("publisher")
     a.merge(2)
     a.boundary()
@@ -85,7 +85,7 @@ def test_a_commit_waits_until_the_snapshot_has_been_encoded_against_its_base(wor
     a.tick("publisher", "aligner")
     a.boundary()
     assert a.w == [101.0, 101.0]
-    assert a.fragment.pending.delta[0].tolist() == [1.0, 1.0]
+    assert a.fragment.pending.delta(a.fragment.specs)[0].tolist() == [1.0, 1.0]
 
 
 def test_the_commit_of_a_round_that_may_hold_the_contribution_is_read_though_its_version_is_skipped(world: Any) -> None:
@@ -173,7 +173,7 @@ def test_bf16_parameters_keep_what_they_cannot_hold_until_they_can(world: Any) -
     assert a.w == [260.0, 260.0]
     a.contribute()
     a.tick("publisher")
-    assert a.fragment.pending.delta[0].tolist() == [0.0, 0.0], "rounding of the device is no progress of the learner"
+    assert a.fragment.pending.delta(a.fragment.specs)[0].tolist() == [0.0, 0.0], "rounding of the device is no progress of the learner"
 
 
 # --- the other rules -----------------------------------------------------------------------------------

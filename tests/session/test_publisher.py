@@ -246,7 +246,7 @@ def test_the_delta_is_kept_as_the_mailbox_holds_it(world: Any) -> None:
     a.tick("publisher")
     record = world.record(1)
     data = world.mailbox.get(record.data.key)
-    assert torch.equal(wire.decode(data, a.fragment.specs, "bf16", key="k")[0], a.fragment.pending.delta[0])
+    assert torch.equal(wire.decode(data, a.fragment.specs, "bf16", key="k")[0], a.fragment.pending.delta(a.fragment.specs)[0])
 
 
 class Large(nn.Module):
@@ -271,4 +271,4 @@ def test_what_is_uploaded_again_is_the_same_in_every_format(world: Any, mailbox:
     a.tick("publisher")
     assert mailbox.get(key) == first_bytes
     assert world.record(1).data.key == key
-    assert torch.equal(wire.decode(first_bytes, a.fragment.specs, name, key="k")[0], a.fragment.pending.delta[0])
+    assert torch.equal(wire.decode(first_bytes, a.fragment.specs, name, key="k")[0], a.fragment.pending.delta(a.fragment.specs)[0])

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from gradientmail_torch.algorithms import DecoupledDiLoCo
+from gradientmail_torch.algorithms import DecoupledDiLoCo, wire
 from gradientmail_torch.algorithms.adoption import Outcome
 from gradientmail_torch.messages import Commit, DataRef, LeftOut, Merged, TensorSpec
 from gradientmail_torch.session.parameters import LocalParameters, difference
-from gradientmail_torch.session.replica import Fragment, Replica, Work, joined
+from gradientmail_torch.session.replica import Fragment, Pending, Replica, Work, joined
 
 NONCE = "{:016x}".format
 REF = DataRef(key="data/k", size=1, sha256="0" * 64)
@@ -56,6 +56,11 @@ class Interruptible(LocalParameters):
         return super().write(*args)
 
 
+def encoded(pending: Pending, fragment: Fragment) -> bytes:
+    assert pending.snapshot is not None
+    return wire.encode(difference(pending.snapshot(), fragment.base, SPECS), SPECS, pending.wire)
+
+
 def a_commit(version: int, *, merged: list[str] = [], left_out: dict[str, str] = {}) -> Commit:  # noqa: B006
     return Commit(
         nonce=NONCE(10**9 + version),
@@ -80,7 +85,7 @@ class Books(RuleBasedStateMachine):
         self.model = Model(self.dtype)
         self.access = Interruptible(self.model, (SPECS,))
         fragment: Fragment = joined(0, SPECS, None, [torch.zeros(3), torch.zeros(2)], 10**9)
-        self.replica = Replica(self.access, DecoupledDiLoCo(adoption=self.adoption), [fragment])  # type: ignore[arg-type]
+        self.replica = Replica(self.access, DecoupledDiLoCo(adoption=self.adoption, wire="fp32"), [fragment])  # type: ignore[arg-type]
         self.replica.load()
         self.fragment = fragment
         self.committed: dict[int, Tensor] = {0: torch.zeros(3)}
@@ -159,13 +164,13 @@ class Books(RuleBasedStateMachine):
 
     # --- the background
 
-    @precondition(lambda self: self.fragment.pending is not None and self.fragment.pending.delta is None)
+    @precondition(lambda self: self.fragment.pending is not None and self.fragment.pending.sent is None)
     @rule()
     def encode(self) -> None:
         """The publisher's part, with a wire format that loses nothing."""
         pending = self.fragment.pending
         assert pending.snapshot is not None
-        pending.delta = difference(pending.snapshot(), self.fragment.base, SPECS)
+        pending.sent = encoded(pending, self.fragment)
         pending.snapshot = None
         pending.version = self.fragment.known + 1
 
@@ -176,7 +181,7 @@ class Books(RuleBasedStateMachine):
 
     def offered(self) -> bool:
         pending = self.fragment.pending
-        return pending is not None and pending.delta is not None and pending.outcome is Outcome.OPEN
+        return pending is not None and pending.sent is not None and pending.outcome is Outcome.OPEN
 
     @rule(ahead=st.integers(1, 3), data=st.data())
     def hear_of_a_commit(self, ahead: int, data: st.DataObject) -> None:
@@ -285,7 +290,7 @@ def test_the_books_hold_while_two_threads_write_in_them() -> None:
     """The training thread steps, contributes and adopts; the background encodes, stages and prepares; at full speed."""
     model = Model(torch.float32)
     fragment = joined(0, SPECS, None, [torch.zeros(3), torch.zeros(2)], 10**9)
-    replica = Replica(LocalParameters(model, (SPECS,)), DecoupledDiLoCo(), [fragment])
+    replica = Replica(LocalParameters(model, (SPECS,)), DecoupledDiLoCo(wire="fp32"), [fragment])
     replica.load()
     ended = threading.Event()
     errors: list[BaseException] = []
@@ -296,14 +301,14 @@ def test_the_books_hold_while_two_threads_write_in_them() -> None:
         try:
             while not ended.is_set():
                 pending = fragment.pending
-                if pending is not None and pending.delta is None and pending.snapshot is not None:
-                    delta = difference(pending.snapshot(), fragment.base, SPECS)
+                if pending is not None and pending.sent is None and pending.snapshot is not None:
+                    sent = encoded(pending, fragment)
                     with replica.lock:
-                        pending.delta, pending.snapshot = delta, None
+                        pending.sent, pending.snapshot = sent, None
                         pending.version = fragment.known + 1
                 if fragment.staged is None or rng.random() < 0.1:
                     version, merged = fragment.known + 1, []
-                    if pending is not None and pending.delta is not None and pending.outcome is Outcome.OPEN and rng.random() < 0.5:
+                    if pending is not None and pending.sent is not None and pending.outcome is Outcome.OPEN and rng.random() < 0.5:
                         merged = [pending.nonce]
                         pending.version = version
                     value = torch.tensor([float(rng.randint(-9, 9)) for _ in range(3)])

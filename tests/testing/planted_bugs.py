@@ -33,7 +33,7 @@ from gradientmail_torch.session.membership import Membership
 from gradientmail_torch.session.merger import Merger
 from gradientmail_torch.session.observer import Observer
 from gradientmail_torch.session.publisher import Publisher
-from gradientmail_torch.session.replica import Replica
+from gradientmail_torch.session.replica import Pending, Replica
 from gradientmail_torch.session.retention import Retention
 from gradientmail_torch.session.run import Run
 from gradientmail_torch.session.session import Session
@@ -270,20 +270,13 @@ def drops_carried_progress(patch: Patch) -> None:
 
 @bug("adopting keeps the progress that the commit holds")
 def keeps_what_is_merged(patch: Patch) -> None:
-    original = Replica.prepare
+    original = Pending.delta
 
-    def prepare(self: Any, fragment: Any) -> bool:
-        pending = fragment.pending
-        delta = pending.delta if pending is not None else None
-        if delta is not None and pending.outcome is Outcome.MERGED:
-            pending.delta = [each * 0 for each in delta]
-        try:
-            return original(self, fragment)
-        finally:
-            if delta is not None:
-                pending.delta = delta
+    def delta(self: Any, specs: Any) -> Any:
+        found = original(self, specs)
+        return [each * 0 for each in found] if self.outcome is Outcome.MERGED else found
 
-    patch.setattr(Replica, "prepare", prepare)
+    patch.setattr(Pending, "delta", delta)
 
 
 @bug("a commit is written without its outer state")
@@ -458,7 +451,8 @@ def credits_what_was_lost(patch: Patch) -> None:
         exact[data] = tensors
         return data
 
-    patch.setattr(publisher, "wire", SimpleNamespace(encode=encode, decode=lambda data, *_, **__: exact[data]))
+    patch.setattr(publisher, "wire", SimpleNamespace(encode=encode))
+    patch.setattr(Pending, "delta", lambda self, specs: exact[self.sent])
 
 
 @bug("contributions weigh by their samples alone")

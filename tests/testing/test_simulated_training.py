@@ -64,7 +64,7 @@ CAUGHT = {
     "sums_overwrite": (120, Invariant.REPLAY),
     "holds_nothing_back": (2, Invariant.BOOKS),
     "leaves_sparsely": (2, Invariant.COMPLETE),
-    "credits_what_was_lost": (2, Invariant.REPLAY),
+    "credits_what_was_lost": (2, Invariant.COMPLETE),
     "weighs_by_samples": (0, Invariant.REPLAY),
     "takes_over_at_once": (1, Invariant.ONE_LIFE),
     "adopts_under_another_version": (19, Invariant.SAME_BITS),
