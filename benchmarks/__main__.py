@@ -34,7 +34,7 @@ def main() -> None:
     one.add_argument("row")
     one.add_argument("seed", type=int)
     micro = commands.add_parser("micro", help="parts by themselves")
-    micro.add_argument("names", nargs="*", help="all unless given: merging, formats, transfer, step, start")
+    micro.add_argument("names", nargs="*", help="all unless given: merging, formats, transfer, step, start, memory")
     scale = commands.add_parser("scale", help="cost and speed by number of nodes, on a simulated cluster; then docs/scale.md")
     scale.add_argument("--nodes", type=int, nargs="*", default=[4, 16, 64], help="up to 1,024; none only writes the document")
     scale.add_argument("--latencies", type=float, nargs="+", default=[0.02, 0.2], help="of the store, seconds")

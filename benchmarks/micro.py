@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import machine
+from benchmarks import host_memory, machine
 from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.merge import Weighted, merge, norms
 from gradientmail_torch.messages import TensorSpec
@@ -197,4 +197,5 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "transfer": transfer,
     "step": step,
     "start": start,
+    "memory": host_memory.measure,
 }
