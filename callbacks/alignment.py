@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from gradientmail_torch.algorithms.layout import tensors_of
@@ -17,8 +18,9 @@ from gradientmail_torch.lightning.participation import MailboxLike, Participatio
 class AlignOnValidation(Callback):
     """Validates the committed parameters of the run; the node's own are put back afterwards.
 
-    A ModelCheckpoint that is due after a validation saves the node's own. Callbacks that swap weights for
-    validation themselves (EMA) score theirs.
+    A ModelCheckpoint that is due after a validation saves the node's own, which are not those that its ``monitor`` has
+    scored. Callbacks that swap weights for validation themselves (EMA) score theirs. ``trainer.validate`` with a
+    ``ckpt_path`` scores that checkpoint.
 
     Args:
         mailbox: when left out, that of the Trainer's GradientMail strategy or callback, and without one that of the
@@ -34,6 +36,8 @@ class AlignOnValidation(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        if trainer.state.fn == TrainerFn.VALIDATING and trainer.ckpt_path is not None:
+            return  # that is what was asked for
         reshard(pl_module)
         group, place = Group(trainer.strategy), place_of(trainer, self._own)
         mailbox = place.patiently(group)

@@ -47,6 +47,7 @@ class TensorSpec(Record, frozen=True, kw_only=True):
 
     name: Name
     shape: tuple[Count, ...]
+    """With an extent of 2 at the end where the founder's was complex: it travels as pairs of real numbers."""
     dtype: str
     """As the founder held it, e.g. ``float32``. Learners may hold other floating-point types."""
     kind: Literal["parameter", "buffer"] = "parameter"
@@ -62,7 +63,11 @@ class TensorSpec(Record, frozen=True, kw_only=True):
 
     @property
     def floating(self) -> bool:
-        return "float" in self.dtype
+        return "float" in self.dtype or self.complex
+
+    @property
+    def complex(self) -> bool:
+        return "complex" in self.dtype
 
 
 class DataRef(Record, frozen=True, kw_only=True):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from gradientmail_torch.algorithms.wire import can_travel
 from gradientmail_torch.errors import ConfigError, RunMismatch
 from gradientmail_torch.messages import TensorSpec
 
@@ -20,26 +22,51 @@ MAX_AUTO_FRAGMENTS = 24
 _CURE = "start the same model as the run's founder, or use a new mailbox prefix"
 
 
-def travelling(model: nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
-    """The tensors that travel by name: trainable parameters (tied ones once), then persistent buffers.
+def plain_name(name: str) -> str:
+    """A tensor's name where no module went through ``torch.compile``, which wraps it: not all nodes need to compile."""
+    return name.replace("_orig_mod.", "")
 
-    Raises :class:`ConfigError` for a model without trainable parameters.
+
+def held_by(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters (tied ones once) and buffers by their plain names. Complex ones are seen as pairs of real numbers."""
+    return {plain_name(name): _as_real(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+
+
+def travelling(model: nn.Module, *, buffers: bool = True) -> dict[str, Tensor]:
+    """The tensors that travel by plain name: trainable parameters (tied ones once), then persistent buffers.
+
+    Raises :class:`ConfigError` for a model without trainable parameters, and for a tensor that cannot travel.
     """
-    tensors: dict[str, torch.Tensor] = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tensors: dict[str, Tensor] = {plain_name(name): each for name, each in model.named_parameters() if each.requires_grad}
     if not tensors:
         raise ConfigError("the model has no trainable parameters: there is nothing to train together (is everything frozen?)")
     if buffers:
         persistent = model.state_dict(keep_vars=True).keys()
-        tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+        tensors |= {plain_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
+    for name, tensor in tensors.items():
+        if is_lazy(tensor) or tensor.is_meta:
+            raise ConfigError(
+                f"tensor {name!r} has no values yet (a lazy module, or the meta device): give it some before training, "
+                "by running a batch through the model in setup(), say"
+            )
+        if not (tensor.is_complex() or can_travel(tensor.dtype)):
+            raise ConfigError(
+                f"tensor {name!r} is of type {tensor.dtype}, which cannot travel: register the buffer with persistent=False, "
+                "take another type, or leave all buffers at home by buffers=False of the algorithm"
+            )
     return tensors
 
 
-def tensors_of(model: nn.Module, layout: Layout) -> list[list[torch.Tensor]]:
+def tensors_of(model: nn.Module, layout: Layout) -> list[list[Tensor]]:
     """A model's tensors in the order of ``layout``, whether they are trainable at the moment or not.
 
     Raises :class:`RunMismatch` naming the first that the model lacks or holds in another shape.
     """
-    held: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = held_by(model)
     for spec in (spec for specs in layout for spec in specs):
         if spec.name not in held:
             raise RunMismatch(f"tensor {spec.name!r} is in the run only: {_CURE}")
@@ -58,7 +85,7 @@ def describe(model: nn.Module, *, buffers: bool = True) -> list[TensorSpec]:
     return [
         TensorSpec(
             name=name,
-            shape=tuple(tensor.shape),
+            shape=tuple(_as_real(tensor).shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             kind="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
             embedding=id(tensor) in embeddings,

@@ -7,6 +7,7 @@ summation, so a merge can be replayed bit for bit. Sums of groups may be made ah
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,17 +89,17 @@ class Sums:
     heaviest: float
     """The largest weight."""
     tensors: list[Tensor]
-    """By tensor, Σ w·v, or Σ w·φ(v) where directions are merged; of integers, that of the heaviest contribution."""
+    """By tensor, Σ w·v, or Σ w·φ(v) where directions are merged; of buffers their mean, of integers that of the heaviest contribution."""
     radii: list[float]
     """By tensor, Σ w‖v‖ where directions are merged."""
 
-    def weigh(self, weight: float) -> float:
-        """``weight`` in units, which is the unit from here on where it dwarfs the one before."""
+    def weigh(self, weight: float, specs: Sequence[TensorSpec]) -> float:
+        """``weight`` in units, which is the unit from here on where it dwarfs the one before. ``specs`` are those of the tensors."""
         if weight > _DWARFS * self.unit:
             shrunk = self.unit / weight
             if shrunk > 0:
-                for tensor in self.tensors:
-                    if tensor.is_floating_point():
+                for tensor, spec in zip(self.tensors, specs, strict=True):
+                    if spec.kind == "parameter":
                         tensor.mul_(shrunk)
                 self.radii = [radius * shrunk for radius in self.radii]
             self.total *= shrunk
@@ -132,7 +133,7 @@ def merge(parts: Callable[[], Iterable[Weighted | Sums]], specs: Sequence[Tensor
             vanished[i] = norm / total <= _VANISHED and summed.radii[i] > 0
             if norm > 0 and not vanished[i]:
                 sums[i].mul_(summed.radii[i] / total / norm)
-        elif spec.floating and total != 1.0:
+        elif spec.kind == "parameter" and total != 1.0:
             sums[i].div_(total)
     if any(vanished):
         means = _sum(_one_by_one(parts()), specs, [False] * len(specs)).tensors
@@ -177,13 +178,15 @@ def _sum(parts: Iterable[Weighted | Sums], specs: Sequence[TensorSpec], directio
 
 
 def _add(sums: Sums, contribution: Weighted, specs: Sequence[TensorSpec], directional: Sequence[bool]) -> None:
-    share = sums.weigh(contribution.weight)
+    share = sums.weigh(contribution.weight, specs)
     sums.total += share
     for i, tensor in enumerate(contribution.tensors):
         scale = share * contribution.clips.get(i, 1.0)
         if not specs[i].floating:
             if contribution.weight > sums.heaviest:
                 sums.tensors[i].copy_(tensor)
+        elif specs[i].kind == "buffer":
+            sums.tensors[i].copy_(blend(sums.tensors[i], tensor, share / sums.total))
         elif directional[i]:
             sums.radii[i] += scale * contribution.norms[i]
             if contribution.norms[i] > _NOTHING:
@@ -194,15 +197,35 @@ def _add(sums: Sums, contribution: Weighted, specs: Sequence[TensorSpec], direct
 
 
 def _add_sums(sums: Sums, part: Sums, specs: Sequence[TensorSpec]) -> None:
-    scale = sums.weigh(part.unit)
+    scale = sums.weigh(part.unit, specs)
     sums.total += scale * part.total
     for i, tensor in enumerate(part.tensors):
-        if specs[i].floating:
+        if specs[i].kind == "parameter":
             sums.tensors[i].add_(tensor, alpha=scale)
+        elif specs[i].floating:
+            sums.tensors[i].copy_(blend(sums.tensors[i], tensor, scale * part.total / sums.total))
         elif part.heaviest > sums.heaviest:
             sums.tensors[i].copy_(tensor)
         sums.radii[i] += scale * part.radii[i]
     sums.heaviest = max(sums.heaviest, part.heaviest)
+
+
+def blend(held: Tensor, value: Tensor, share: float) -> Tensor:
+    """``held``, of a floating type, moved by ``share`` of its way to ``value``.
+
+    Where both are the same the result is so too, to the last bit: most buffers are constants. What is not finite gives
+    way to what is: the extremes that an observer has seen are infinite until it has seen any.
+    """
+    if share >= 1:
+        return value
+    return torch.where(value.isfinite(), torch.where(held.isfinite(), held + share * (value - held), value), held)
+
+
+def is_sound(tensor: Tensor, spec: TensorSpec, before: Tensor) -> bool:
+    """Whether what is offered of a tensor is finite. A buffer may be what it was ``before`` all the same: -inf in a mask, say."""
+    if spec.kind == "parameter":
+        return math.isfinite(vector_norm(tensor))
+    return not spec.floating or bool((tensor.isfinite() | (tensor == before) | (tensor.isnan() & before.isnan())).all())
 
 
 def vector_norm(tensor: Tensor) -> float:

@@ -84,6 +84,11 @@ def _plain_dtype(spec: TensorSpec, wire: str) -> torch.dtype:
     return _DTYPES.get(wire, torch.bfloat16) if spec.kind == "parameter" else torch.float32
 
 
+def can_travel(dtype: torch.dtype) -> bool:
+    """Whether there is a format for tensors of this type; complex ones travel as pairs of real numbers."""
+    return dtype.is_floating_point or dtype in _SAFETENSORS_NAMES
+
+
 def limit_bytes(specs: Sequence[TensorSpec]) -> int:
     """The length that no object of these tensors exceeds in any wire format."""
     return sum(8 * spec.numel + 4 * len(spec.name.encode()) + 256 for spec in specs) + 4096

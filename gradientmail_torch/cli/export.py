@@ -11,10 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradientmail_torch.errors import ConfigError, RunMismatch
+from gradientmail_torch.errors import ConfigError, CorruptObject, RunMismatch
 from gradientmail_torch.mailbox import Mailbox
+from gradientmail_torch.messages import TensorSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Format = Literal["safetensors", "state_dict", "lightning"]
@@ -91,9 +93,24 @@ def _merged(mailbox: Mailbox, dtype: str) -> tuple[dict[str, Tensor], tuple[int,
         commit, values = run.newest(index)
         versions.append(commit.version if commit else 0)
         for spec, value in zip(specs, values, strict=True):
-            wanted = chosen if chosen is not None and spec.kind == "parameter" else getattr(torch, spec.dtype)
-            tensors[spec.name] = value.to(wanted) if spec.floating else value
+            own = _type_of(spec)
+            wanted = chosen if chosen is not None and spec.kind == "parameter" else own
+            if spec.complex:
+                tensors[spec.name] = torch.view_as_complex(value).to(own)
+            else:
+                tensors[spec.name] = value.to(wanted) if spec.floating else value
     return tensors, tuple(versions)
+
+
+def _type_of(spec: TensorSpec) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype) or (spec.complex and spec.shape[-1:] != (2,)):
+        raise CorruptObject(
+            f"the run's manifest says that tensor {spec.name!r} is {spec.dtype!r} of shape {spec.shape}: there is none such"
+        )
+    return dtype
 
 
 def _template(path: Path, trusted: bool) -> dict[str, Any]:
@@ -120,17 +137,20 @@ def _complete(tensors: dict[str, Tensor], template: dict[str, Tensor]) -> dict[s
     """The run's tensors in the template's order, with what the run lacks; tied names follow the one that travelled."""
     import torch
 
-    missing = sorted(tensors.keys() - template.keys()) if template else []
+    from gradientmail_torch.algorithms.layout import plain_name
+
+    there = {plain_name(name): value for name, value in template.items()}
+    missing = sorted(tensors.keys() - there.keys()) if template else []
     if missing:
         raise ConfigError(f"the template is of another model: it lacks {missing[0]!r}, which the run trains")
-    for name in tensors.keys() & template.keys():
-        if (theirs := tuple(getattr(template[name], "shape", ()))) != (ours := tuple(tensors[name].shape)):
+    for name in tensors.keys() & there.keys():
+        if (theirs := tuple(getattr(there[name], "shape", ()))) != (ours := tuple(tensors[name].shape)):
             raise ConfigError(f"the template is of another model: {name!r} has shape {theirs} there and {ours} in the run")
-    merged_at = {_place(template[name]): name for name in tensors if name in template}
+    merged_at = {_place(there[name]): name for name in tensors if name in there}
     state: dict[str, Tensor] = {}
     for name, value in template.items():
-        if name in tensors:
-            state[name] = tensors[name]
+        if (plain := plain_name(name)) in tensors:
+            state[name] = tensors[plain]
         elif isinstance(value, torch.Tensor):
             state[name] = tensors[merged_at[_place(value)]] if _place(value) in merged_at else value
     return state or tensors

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
-from gradientmail_torch.algorithms.layout import describe, split, travelling
+from gradientmail_torch.algorithms.layout import describe, plain_name, split, travelling
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import LearnerFenced
 from gradientmail_torch.lightning.alignment import align_together
@@ -175,7 +175,7 @@ class Companion(Callback):
             raise Preempted
 
     def _warn_of_new_parameters(self, pl_module: LightningModule) -> None:
-        new = {name for name, parameter in pl_module.named_parameters() if parameter.requires_grad} - self._tensors
+        new = {plain_name(name) for name, parameter in pl_module.named_parameters() if parameter.requires_grad} - self._tensors
         if new:
             self._tensors |= new
             log.warning(

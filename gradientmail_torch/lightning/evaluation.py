@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import Metric
 
+from gradientmail_torch.algorithms.layout import held_by
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError
 from gradientmail_torch.lightning.data import Claims, Lead, lead_ranks
@@ -229,7 +230,7 @@ def fingerprint(module: nn.Module) -> str:
     """A digest of all parameters and buffers. Where they are sharded over ranks, it is called on all of them."""
     reshard(module)
     digest = hashlib.sha256()
-    for name, tensor in sorted([*module.named_parameters(), *module.named_buffers()], key=lambda item: item[0]):
+    for name, tensor in sorted(held_by(module).items()):
         digest.update(name.encode())
         digest.update(whole(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

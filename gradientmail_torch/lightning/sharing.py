@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradientmail_torch.algorithms.layout import tensors_of
+from gradientmail_torch.algorithms.layout import held_by, tensors_of
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import RunMismatch
 from gradientmail_torch.lightning.data import Lead, lead_ranks
@@ -96,7 +96,7 @@ def _write(module: LightningModule, values: dict[str, Tensor]) -> None:
 def _tensors(module: LightningModule, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The module's tensors of the names in ``values``, trainable at the moment or not: the run's are those of its founder."""
     reshard(module)
-    held: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    held = held_by(module)
     for name, value in values.items():
         if name not in held or held[name].shape != value.shape:
             raise RunMismatch(f"this model lacks the run's tensor {name!r}, or has it in another shape: evaluate the model that is trained")

@@ -7,7 +7,7 @@ import os
 
 from torch import nn
 
-from gradientmail_torch.algorithms.layout import Layout
+from gradientmail_torch.algorithms.layout import Layout, plain_name
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import RunMismatch
 from gradientmail_torch.mailbox import Mailbox, open_mailbox
@@ -42,7 +42,7 @@ def align(
 
 
 def _warn_of_more(model: nn.Module, layout: Layout) -> None:
-    more = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    more = {plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     more -= {spec.name for specs in layout for spec in specs}
     if more:
         log.warning("%d trainable parameters of this model are not in the run and keep their values: %s, …", len(more), min(more))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import wire
-from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Sums, Weighted, clip_factors, combined, norms, vector_norm
+from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Sums, Weighted, clip_factors, combined, is_sound, norms
 from gradientmail_torch.errors import CorruptObject, InvalidName
 from gradientmail_torch.messages import Contribution, LeftOut, Merged, Partial, TensorSpec, read
 from gradientmail_torch.session.partials import load_sums
@@ -92,7 +92,7 @@ class ClosingRound:
         def sound() -> Iterator[Sums]:
             for partial in partials:
                 there = all(merged.learner_id in listed and merged.nonce not in self.merged for merged in partial.merged)
-                sums = load_sums(self._run, partial, self._sizes) if there else None
+                sums = load_sums(self._run, partial, self._before, self._sizes) if there else None
                 if sums is not None:
                     self.partials.append(partial)
                     self.merged |= {merged.nonce: merged for merged in partial.merged}
@@ -186,8 +186,9 @@ class ClosingRound:
 
     def _unsound(self, tensors: Sequence[Tensor], record: Contribution) -> str:
         actual = norms(tensors, self._specs)
-        for tensor, norm, stated, spec, size in zip(tensors, actual, record.norms, self._specs, self._sizes, strict=True):
-            if not math.isfinite(norm) or (spec.kind == "buffer" and spec.floating and not math.isfinite(vector_norm(tensor))):
+        each = zip(tensors, actual, record.norms, self._specs, self._before, self._sizes, strict=True)
+        for tensor, norm, stated, spec, before, size in each:
+            if not is_sound(tensor, spec, before):
                 return f"tensor {spec.name!r} is not finite"
             if abs(norm - stated) > NORM_TOLERANCE * max(norm, stated) + 1e-30:
                 return f"tensor {spec.name!r} has norm {norm:.4g}, its record says {stated:.4g}"

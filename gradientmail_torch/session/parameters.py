@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradientmail_torch.algorithms.layout import Layout, tensors_of
+from gradientmail_torch.algorithms.merge import blend
 from gradientmail_torch.messages import TensorSpec
 
 Snapshot = Callable[[], list[Tensor]]
@@ -107,7 +108,8 @@ def adopt_buffer(tensor: Tensor, value: Tensor) -> None:
     cycle late, all of it, for ever. What counts in whole numbers stays the learner's own.
     """
     if tensor.is_floating_point():
-        tensor.lerp_(value.to(tensor.dtype), BUFFER_SHARE)
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        tensor.copy_(blend(tensor.to(wide), value.to(wide), BUFFER_SHARE))
 
 
 def _as_wired(tensor: Tensor, *, copy: bool = False) -> Tensor:

@@ -6,13 +6,12 @@ Their contributions are then read one by one, as if nobody had summed them; see 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from gradientmail_torch import keys
-from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Method, Sums, directions_are_merged, vector_norm
+from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Method, Sums, directions_are_merged, is_sound, vector_norm
 from gradientmail_torch.algorithms.quorum import delegate_order, group_of
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.messages import MAX_SAMPLES, MAX_STEPS, Partial, TensorSpec, read
@@ -98,10 +97,10 @@ def _problem(run: Run, partial: Partial, where: tuple[int, int, int], groups: in
     return ""
 
 
-def load_sums(run: Run, partial: Partial, sizes: Sequence[float]) -> Sums | None:
+def load_sums(run: Run, partial: Partial, before: Sequence[Tensor], sizes: Sequence[float]) -> Sums | None:
     """The sums that a sound record names; None, with a warning, where they are gone or cannot be right.
 
-    ``sizes`` are, by tensor, the norms that contributions are held against.
+    ``before`` is the fragment's committed value, ``sizes`` are, by tensor, the norms that contributions are held against.
     """
     specs = run.layout[partial.fragment]
     try:
@@ -111,7 +110,7 @@ def load_sums(run: Run, partial: Partial, sizes: Sequence[float]) -> Sums | None
         tensors, problem = None, str(error)
     if tensors is not None:
         sums = _as_sums(partial, tensors)
-        problem = _unsound(sums, specs, partial.method, sizes)
+        problem = _unsound(sums, specs, partial.method, before, sizes)
         if not problem:
             return sums
     log.warning("the sums of %s for fragment %d, version %d are passed over: %s", partial.by, partial.fragment, partial.version, problem)
@@ -121,19 +120,19 @@ def load_sums(run: Run, partial: Partial, sizes: Sequence[float]) -> Sums | None
 def _as_sums(partial: Partial, tensors: list[Tensor]) -> Sums:
     sums = Sums(unit=0.0, total=0.0, heaviest=0.0, tensors=[], radii=[])
     for merged in partial.merged:
-        sums.total += sums.weigh(merged.weight)
+        sums.total += sums.weigh(merged.weight, ())
         sums.heaviest = max(sums.heaviest, merged.weight)
     sums.tensors, sums.radii = tensors, [*partial.radii]
     return sums
 
 
-def _unsound(sums: Sums, specs: Sequence[TensorSpec], method: str, sizes: Sequence[float]) -> str:
-    for tensor, radius, spec, size in zip(sums.tensors, sums.radii, specs, sizes, strict=True):
-        norm = vector_norm(tensor) if spec.floating else 0.0
-        if not math.isfinite(norm):
+def _unsound(sums: Sums, specs: Sequence[TensorSpec], method: str, before: Sequence[Tensor], sizes: Sequence[float]) -> str:
+    for tensor, radius, spec, committed, size in zip(sums.tensors, sums.radii, specs, before, sizes, strict=True):
+        if not is_sound(tensor, spec, committed):
             return f"tensor {spec.name!r} is not finite"
         if spec.kind != "parameter":
             continue
+        norm = vector_norm(tensor)
         directional = method == "rda" and directions_are_merged(spec, "rda")
         if norm > sums.total * (1.01 if directional else OUT_OF_PROPORTION * size):
             return f"tensor {spec.name!r} is out of all proportion to its contributions"

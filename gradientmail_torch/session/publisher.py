@@ -7,7 +7,6 @@ next one, until a commit names it. Otherwise a node whose upload takes longer th
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.adoption import Outcome
-from gradientmail_torch.algorithms.merge import norms, vector_norm
+from gradientmail_torch.algorithms.merge import is_sound, norms
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.messages import Contribution, encode, reference
 from gradientmail_torch.session.parameters import difference
@@ -104,12 +103,14 @@ class Publisher:
         with self._replica.lock:
             base = fragment.base  # stays until the bytes are known: adoption waits for them
         delta = difference(pending.snapshot(), base, fragment.specs)
-        if not _finite(delta, fragment):
+        unsound = _unsound(delta, base, fragment)
+        if unsound:
             with self._replica.lock:
                 fragment.reset = True
             log.warning(
-                "fragment %d: %d steps of this learner are not finite and are discarded; its parameters are set back to version %d",
-                fragment.index, pending.work.steps, fragment.version,
+                "fragment %d: %d steps of this learner are not finite (tensor %r) and are discarded; its parameters are set back to "
+                "version %d. Should it go on like this, the optimizer's own state is not finite any more: restart this node",
+                fragment.index, pending.work.steps, unsound, fragment.version,
             )  # fmt: skip
             self._unsound()
             return False
@@ -125,5 +126,7 @@ class Publisher:
             self.uplink = rate if self.uplink == 0 else 0.8 * self.uplink + 0.2 * rate
 
 
-def _finite(delta: Sequence[Tensor], fragment: Fragment) -> bool:
-    return all(math.isfinite(vector_norm(tensor)) for tensor, spec in zip(delta, fragment.specs, strict=True) if spec.floating)
+def _unsound(delta: Sequence[Tensor], base: Sequence[Tensor], fragment: Fragment) -> str:
+    """The name of the first tensor that is not finite; empty when all are."""
+    each = zip(delta, fragment.specs, base, strict=True)
+    return next((spec.name for tensor, spec, before in each if not is_sound(tensor, spec, before)), "")

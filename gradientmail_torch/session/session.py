@@ -20,6 +20,7 @@ from gradientmail_torch.algorithms.layout import describe, split
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, GradientMailError, RunTimeout
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, Usage, open_mailbox
+from gradientmail_torch.messages import TensorSpec
 from gradientmail_torch.session.engine import Engine
 from gradientmail_torch.session.joining import JoinProgress, OnJoin, logged
 from gradientmail_torch.session.leaving import Leaving
@@ -52,6 +53,15 @@ class Stats:
     """Time that the training thread has lost to the session."""
     seconds_per_step: float
     usage: Usage
+
+
+def _check_finite(values: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
+    """No progress can be told from a parameter that is not finite."""
+    for value, spec in zip(values, specs, strict=True):
+        if spec.kind == "parameter" and not value.isfinite().all():
+            raise ConfigError(
+                f"parameter {spec.name!r} is not finite to begin with: what is to stay as it is should be a buffer, or frozen"
+            )
 
 
 class Session:
@@ -121,7 +131,9 @@ class Session:
 
         def founding(fragment: int) -> Sequence[Tensor]:
             joining.founding(fragment)
-            return initial_values(access, fragment)
+            values = initial_values(access, fragment)
+            _check_finite(values, layout[fragment])
+            return values
 
         self._membership = Membership(self._mailbox, self.learner_id, settings=self._settings, clock=clock, progress=self._progress)
         self._engine = Engine(self._membership, settings=self._settings, clock=clock, attend=self._attend)

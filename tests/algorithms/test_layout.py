@@ -16,6 +16,7 @@ from gradientmail_torch.algorithms.layout import (
     Layout,
     check_same,
     describe,
+    held_by,
     split,
     tensors_of,
     travelling,
@@ -100,6 +101,46 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
     for model in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(3, affine=False)):
         with pytest.raises(ConfigError, match="no trainable parameters"):
             describe(model)
+
+
+def test_names_are_the_same_whether_parts_of_a_model_are_compiled_or_not() -> None:
+    plain = Tied()
+    layout = split(describe(plain), 2)
+    parts = Tied()
+    parts.hidden = torch.compile(parts.hidden)
+    for model in (torch.compile(Tied()), torch.compile(parts), parts):
+        assert split(describe(model), 2) == layout
+        assert [tensor.shape for tensor in tensors_of(model, layout)[0]] == [tensor.shape for tensor in tensors_of(plain, layout)[0]]
+
+
+def test_complex_tensors_travel_as_pairs_of_real_numbers() -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.tensor([1 + 2j, 3 - 4j]))
+    model.register_buffer("angles", torch.ones(3, dtype=torch.complex128))
+    specs = describe(model)
+    assert [(spec.name, spec.shape, spec.dtype, spec.kind, spec.floating) for spec in specs] == [
+        ("w", (2, 2), "complex64", "parameter", True),
+        ("angles", (3, 2), "complex128", "buffer", True),
+    ]
+    held_by(model)["w"].add_(1)
+    assert model.w.tolist() == [2 + 3j, 4 - 3j], "what is written there is written into the model"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (torch.zeros(2, dtype=torch.uint16), "'given' is of type torch.uint16, which cannot travel: .* persistent=False"),
+        (torch.zeros(2, device="meta"), "'given' has no values yet"),
+        (nn.parameter.UninitializedBuffer(), "'given' has no values yet"),
+    ],
+    ids=["type", "meta", "lazy"],
+)
+def test_a_tensor_that_cannot_travel_is_named_with_the_cure(tensor: torch.Tensor, text: str) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("given", tensor)
+    with pytest.raises(ConfigError, match=text):
+        describe(model)
+    assert describe(model, buffers=False)
 
 
 # --- fragments ---------------------------------------------------------------------------------------

@@ -376,6 +376,26 @@ def test_integer_buffers_come_from_the_heaviest_contribution_of_all_groups() -> 
     assert found.tolist() == [3, 3]
 
 
+LEAST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("sizes", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("weights", [(1.0, 3.0, 7.0, 0.1, 1.0), (1.0, 1.0, 1e9, 1e-3, 3e20)])
+def test_a_buffer_that_is_the_same_everywhere_stays_so_to_the_last_bit(weights: Sequence[float], sizes: Sequence[int]) -> None:
+    specs = [spec(5, kind="buffer")]
+    constant = torch.tensor([0.1, 1 / 3, -math.inf, LEAST, math.nan])
+    parts = [Weighted(weight=w, tensors=[constant.clone()], norms=[0.0]) for w in weights]
+    (found,) = in_groups(parts, sizes, specs, "rda") if sizes else merge(lambda: iter(parts), specs, "rda")
+    assert torch.equal(found.view(torch.int32), constant.view(torch.int32))
+
+
+def test_in_buffers_what_is_not_finite_gives_way_to_what_is() -> None:
+    specs = [spec(3, kind="buffer")]
+    seen = [[math.inf, 1.0, math.inf], [2.0, -math.inf, math.inf], [4.0, 3.0, math.inf]]
+    (found,) = merged([[torch.tensor(each)] for each in seen], [1, 1, 1], "mean", specs)
+    assert (found[0] > 2, found[0] < 4, found[1] > 1, found[1] < 3, found[2] == math.inf) == (True,) * 5
+
+
 def test_where_a_direction_vanishes_sums_are_not_enough() -> None:
     specs = [spec(2)]
     parts = [Weighted(weight=1.0, tensors=[torch.tensor(v)], norms=[1.0]) for v in ([1.0, 0.0], [-1.0, 0.0])]

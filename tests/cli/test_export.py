@@ -110,7 +110,40 @@ def test_parameters_can_be_of_another_type(command: Command, finished_run: str, 
     assert found["2.num_batches_tracked"].dtype == torch.int64
 
 
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1 + 2j, 3j]))
+        self.out = nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_complex_parameters_come_out_as_such_and_names_are_those_of_the_template(command: Command, tmp_path: Path, compiled: bool) -> None:
+    url = str(tmp_path / "mailbox")
+    model = Spectral()
+    if compiled:
+        model.out = torch.compile(model.out)
+    with Session(model, mailbox=url, learner_id="a"):
+        pass
+    torch.save(model.state_dict(), tmp_path / "template.pt")
+    command("export", url, str(tmp_path / "plain.pt"))
+    command("export", url, str(tmp_path / "like.pt"), "--template", str(tmp_path / "template.pt"))
+    assert torch.load(tmp_path / "plain.pt").keys() == Spectral().state_dict().keys()
+    for name, fresh in (("plain.pt", Spectral()), ("like.pt", model)):
+        fresh.load_state_dict(torch.load(tmp_path / name))
+        assert fresh.w.tolist() == [1 + 2j, 3j]
+
+
 class TestRefusals:
+    @pytest.mark.parametrize("dtype", ["floaty", "complex64"])
+    def test_a_type_that_is_none(self, command: Command, tmp_path: Path, dtype: str) -> None:
+        url = str(tmp_path / "mailbox")
+        with Session(nn.Linear(3, 1), mailbox=url, learner_id="a"):
+            pass
+        manifest = tmp_path / "mailbox" / "run.json"
+        manifest.write_text(manifest.read_text().replace("float32", dtype))
+        assert f"'weight' is '{dtype}' of shape (1, 3)" in command("export", url, str(tmp_path / "model.pt"), fails=True).output
+
     def test_what_cannot_be_is_named(self, command: Command, finished_run: str, tmp_path: Path) -> None:
         out = str(tmp_path / "model.pt")
         assert "or give --format" in command("export", finished_run, str(tmp_path / "model"), fails=True).stderr

@@ -211,6 +211,21 @@ def test_in_validate_the_mailbox_of_the_strategy_is_used(node: Node, mailbox: Ma
     assert scored == expected
 
 
+def test_a_checkpoint_that_validate_was_given_is_scored_itself(node: Node, tmp_path: Path) -> None:
+    data, checkpoint = numbers(shuffle=False), tmp_path / "own.ckpt"
+    own = Tiny()
+    alone = quiet_trainer()
+    alone.fit(own, numbers())
+    alone.save_checkpoint(checkpoint)
+    (expected,) = alone.validate(own, data, verbose=False)
+    trainer = quiet_trainer(strategy=node(), callbacks=[AlignOnValidation()])
+    trainer.fit(Tiny(), numbers())
+    (scored,) = trainer.validate(Tiny(), data, ckpt_path=checkpoint, verbose=False)
+    assert scored == expected
+    (of_run,) = trainer.validate(Tiny(), data, verbose=False)
+    assert of_run != expected
+
+
 class Arms(Callback):
     """From the end of the first epoch on, two of three readings of the run's manifest meet a store that is away."""
 

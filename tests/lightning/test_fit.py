@@ -166,6 +166,16 @@ def test_a_compiled_model_trains_as_one_that_is_not(node: Node, mailbox: Mailbox
     assert same_as_run(model, mailbox)
 
 
+def test_nodes_that_compile_parts_of_a_model_train_it_with_those_that_do_not(node: Node, mailbox: Mailbox) -> None:
+    for number in range(2):
+        model = Tiny()
+        if number == 0:
+            model.layers[0] = torch.compile(model.layers[0], backend="eager")
+        quiet_trainer(strategy=node(f"node-{number}"), max_epochs=2).fit(model, numbers())
+    assert work_in_run(mailbox) == {(32, 128)}
+    assert same_as_run(model, mailbox)
+
+
 def test_batch_norm_statistics_travel(node: Node, mailbox: Mailbox) -> None:
     model = Tiny(middle=nn.BatchNorm1d(3))
     quiet_trainer(strategy=node(), max_epochs=2).fit(model, numbers())

@@ -83,6 +83,29 @@ def test_mixing_goes_part_of_the_way_and_so_do_running_statistics(dtype: torch.d
     assert model.count.item() == 7
 
 
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float8_e4m3fn], ids=str)
+def test_a_buffer_that_is_as_committed_stays_what_it_is(dtype: torch.dtype) -> None:
+    model = nn.Linear(1, 1)
+    held = torch.tensor([0.1, 3.0, float("-inf"), float("nan"), torch.finfo(dtype).min]).to(dtype)
+    model.register_buffer("mask", held.clone())
+    reach, _ = access(model)
+    *parameters, mask = initial_values(reach, 0)
+    reach.shift(0, [torch.zeros_like(each) for each in parameters] + [mask])
+    torch.testing.assert_close(model.mask.float(), held.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_complex_parameters_are_read_shifted_and_written_in_place() -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.tensor([1 + 2j]))
+    reach, _ = access(model)
+    (before,) = initial_values(reach, 0)
+    assert before.tolist() == [[1.0, 2.0]]
+    reach.shift(0, [torch.tensor([[1.0, -1.0]])])
+    assert model.w.tolist() == [2 + 1j]
+    reach.write(0, [torch.tensor([[5.0, 6.0]])])
+    assert model.w.tolist() == [5 + 6j]
+
+
 def test_writing_keeps_the_optimizers_hold_on_its_parameters() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

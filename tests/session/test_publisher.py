@@ -12,7 +12,7 @@ from torch import nn
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import DecoupledDiLoCo, wire
-from gradientmail_torch.errors import MailboxUnavailable
+from gradientmail_torch.errors import ConfigError, MailboxUnavailable
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Contribution, DataRef
 from gradientmail_torch.testing.faults import Crash, CrashBefore, LostAnswers, Refusals, first
@@ -195,6 +195,50 @@ def test_progress_that_is_not_finite_is_discarded_counted_and_reported(world: An
     a.train(1.0)
     a.session.close()
     assert a.w == [3.0, 3.0]
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+        self.register_buffer("least", torch.full((2,), torch.finfo(torch.float32).min))
+        self.register_buffer("mean", torch.zeros(2))
+
+
+def test_a_mask_of_infinities_is_no_progress_that_is_not_finite(world: Any) -> None:
+    a, b = world.node("a", model=Masked()), world.node("b", model=Masked())
+    for node in (a, b):
+        node.train(1.0, steps=2)
+        node.contribute()
+    world.turn(6)
+    for node in (a, b):
+        node.boundary()
+        assert node.session.stats().tally.merged_work.steps == 2
+        assert not node.session.stats().tally.discarded_work.steps
+        assert torch.equal(node.model.mask, Masked().mask)
+        assert torch.equal(node.model.least, Masked().least)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_statistic_that_is_not_finite_any_more_is_discarded_by_name(world: Any, caplog: pytest.LogCaptureFixture, bad: float) -> None:
+    a = world.node("a", model=Masked())
+    a.train(1.0)
+    a.model.mean[0] = bad
+    a.contribute()
+    world.turn(4)
+    a.boundary()
+    assert a.session.stats().tally.discarded_work.steps == 1
+    assert a.model.mean.tolist() == [0.0, 0.0]
+    assert "1 steps of this learner are not finite (tensor 'mean')" in caplog.text
+
+
+def test_a_run_is_not_founded_with_parameters_that_are_not_finite(world: Any) -> None:
+    model = Masked()
+    model.w.data[0] = math.nan
+    with pytest.raises(ConfigError, match="'w' is not finite to begin with"):
+        world.node("a", model=model)
+    assert not world.keys("run.json")
 
 
 def test_the_training_thread_hears_of_it_though_it_is_alone_and_nothing_else_is_due(world: Any) -> None:

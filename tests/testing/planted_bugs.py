@@ -309,7 +309,7 @@ def compares_clocks(patch: Patch) -> None:
 
 @bug("what is not finite is offered and kept")
 def keeps_nan(patch: Patch) -> None:
-    patch.setattr(publisher, "_finite", lambda *_: True)
+    patch.setattr(publisher, "_unsound", lambda *_: "")
 
 
 @bug("the record is made before its data is there")
@@ -402,7 +402,7 @@ def merges_sums_alone(patch: Patch) -> None:
 
 @bug("sums made ahead are merged without looking at their digest")
 def sums_are_not_checked(patch: Patch) -> None:
-    def load_sums(run: Any, partial: Any, sizes: Any) -> Any:
+    def load_sums(run: Any, partial: Any, *_: Any) -> Any:
         specs, data = run.layout[partial.fragment], run.mailbox.get(partial.data.key)
         return None if data is None else partials._as_sums(partial, wire.decode(data, specs, "fp32", key=partial.data.key))
 
