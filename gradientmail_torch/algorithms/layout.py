@@ -53,29 +53,71 @@ def travelling(model: nn.Module, *, buffers: bool = True) -> dict[str, Tensor]:
                 f"tensor {name!r} has no values yet (a lazy module, or the meta device): give it some before training, "
                 "by running a batch through the model in setup(), say"
             )
-        if not (tensor.is_complex() or can_travel(tensor.dtype)):
+        if problem := _problem(tensor):
             raise ConfigError(
-                f"tensor {name!r} is of type {tensor.dtype}, which cannot travel: register the buffer with persistent=False, "
-                "take another type, or leave all buffers at home by buffers=False of the algorithm"
+                f"tensor {name!r} {problem}, and so cannot travel: register the buffer with persistent=False, "
+                "make an ordinary tensor of it, or leave all buffers at home by buffers=False of the algorithm"
             )
     return tensors
 
 
-def tensors_of(model: nn.Module, layout: Layout) -> list[list[Tensor]]:
-    """A model's tensors in the order of ``layout``, whether they are trainable at the moment or not.
+def _problem(tensor: Tensor) -> str:
+    """Why a tensor cannot travel; empty when it can."""
+    if tensor.layout != torch.strided:
+        return f"is {tensor.layout}"
+    if not (tensor.is_complex() or can_travel(tensor.dtype)):
+        return f"is of type {tensor.dtype}"
+    if any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "is an expanded view, which cannot be written"
+    return ""
 
-    Raises :class:`RunMismatch` naming the first that the model lacks or holds in another shape.
+
+class Held:
+    """The tensors of a layout, as a model holds them at the moment, whether they are trainable then or not.
+
+    They are looked up each time: a module may assign a buffer anew in each step, and a parameter may be given other data.
+
+    Raises :class:`RunMismatch`, also when called, naming the first tensor that the model lacks or holds in another shape.
     """
-    held = held_by(model)
-    for spec in (spec for specs in layout for spec in specs):
-        if spec.name not in held:
-            raise RunMismatch(f"tensor {spec.name!r} is in the run only: {_CURE}")
-        tensor = held[spec.name]
-        if tuple(tensor.shape) != spec.shape or tensor.is_floating_point() != spec.floating:
-            raise RunMismatch(
-                f"tensor {spec.name!r} is {tuple(tensor.shape)} {tensor.dtype} here and {spec.shape} {spec.dtype} in the run: {_CURE}"
-            )
-    return [[held[spec.name] for spec in specs] for specs in layout]
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self._layout = layout
+        places = {
+            plain_name(f"{prefix}.{name}".lstrip(".")): (tensors, name)
+            for prefix, module in model.named_modules()
+            for tensors in (module._parameters, module._buffers)
+            for name in tensors
+        }
+        for spec in (spec for specs in layout for spec in specs):
+            if spec.name not in places:
+                raise RunMismatch(f"tensor {spec.name!r} is in the run only: {_CURE}")
+        self._places = [[places[spec.name] for spec in specs] for specs in layout]
+        for fragment in range(len(layout)):
+            self(fragment)
+
+    def __call__(self, fragment: int) -> list[Tensor]:
+        """A fragment's tensors. What is written into them is written into the model."""
+        return [
+            _found(tensors.get(name), spec) for (tensors, name), spec in zip(self._places[fragment], self._layout[fragment], strict=True)
+        ]
+
+
+def _found(held: Tensor | None, spec: TensorSpec) -> Tensor:
+    if held is None:
+        raise RunMismatch(f"tensor {spec.name!r} is in the run only: {_CURE}")
+    tensor = _as_real(held.detach())
+    if tuple(tensor.shape) != spec.shape or tensor.is_floating_point() != spec.floating:
+        changing = "; a buffer that changes its shape while training stays at home with persistent=False" if spec.kind == "buffer" else ""
+        raise RunMismatch(
+            f"tensor {spec.name!r} is {tuple(tensor.shape)} {tensor.dtype} here and {spec.shape} {spec.dtype} in the run: {_CURE}{changing}"
+        )
+    return tensor
+
+
+def tensors_of(model: nn.Module, layout: Layout) -> list[list[Tensor]]:
+    """What :class:`Held` gives now, of all fragments."""
+    held = Held(model, layout)
+    return [held(fragment) for fragment in range(len(layout))]
 
 
 def describe(model: nn.Module, *, buffers: bool = True) -> list[TensorSpec]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gradientmail_torch.algorithms.layout import Layout, tensors_of
+from gradientmail_torch.algorithms.layout import Held, Layout, tensors_of
 from gradientmail_torch.lightning.group import Group
 from gradientmail_torch.session.parameters import LocalParameters, Snapshot, adopt_buffer
 
@@ -94,12 +94,12 @@ class _ShardedParameters:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._layout = layout
         self._sharding = _sharding(model)
-        self._tensors = [[tensor.detach() for tensor in tensors] for tensors in tensors_of(model, layout)]
+        self._held = Held(model, layout)
 
     def _shards(self, fragment: int) -> list[Tensor]:
         for module in self._sharding:
             module.reshard()
-        return self._tensors[fragment]
+        return self._held(fragment)
 
     @torch.no_grad()
     def snapshot(self, fragment: int) -> Snapshot:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gradientmail_torch.algorithms.layout import Layout, tensors_of
+from gradientmail_torch.algorithms.layout import Held, Layout
 from gradientmail_torch.algorithms.merge import blend
 from gradientmail_torch.messages import TensorSpec
 
@@ -49,11 +49,11 @@ class LocalParameters:
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._layout = layout
-        self._fragments = [[tensor.detach() for tensor in tensors] for tensors in tensors_of(model, layout)]
-        self._on_cuda = any(tensor.is_cuda for tensors in self._fragments for tensor in tensors)
+        self._held = Held(model, layout)
+        self._on_cuda = any(tensor.is_cuda for fragment in range(len(layout)) for tensor in self._held(fragment))
 
     def snapshot(self, fragment: int) -> Snapshot:
-        tensors = self._fragments[fragment]
+        tensors = self._held(fragment)
         if self._on_cuda:
             return _device_snapshot(tensors)
         host = [_as_wired(tensor, copy=True) for tensor in tensors]
@@ -62,7 +62,7 @@ class LocalParameters:
     @torch.no_grad()
     def shift(self, fragment: int, corrections: Sequence[Tensor]) -> list[Tensor | None]:
         moved: list[Tensor | None] = []
-        for tensor, spec, correction in zip(self._fragments[fragment], self._layout[fragment], corrections, strict=True):
+        for tensor, spec, correction in zip(self._held(fragment), self._layout[fragment], corrections, strict=True):
             there = correction.to(tensor.device, non_blocking=True)
             if spec.kind == "buffer":
                 adopt_buffer(tensor, there)
@@ -78,16 +78,17 @@ class LocalParameters:
 
     @torch.no_grad()
     def write(self, fragment: int, values: Sequence[Tensor]) -> list[Tensor]:
-        for tensor, value in zip(self._fragments[fragment], values, strict=True):
+        tensors = self._held(fragment)
+        for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value, non_blocking=True)
         return [
             value if tensor.dtype.itemsize >= 4 or not tensor.is_floating_point() else tensor.float().cpu()
-            for tensor, value in zip(self._fragments[fragment], values, strict=True)
+            for tensor, value in zip(tensors, values, strict=True)
         ]
 
     @torch.no_grad()
     def mix(self, fragment: int, values: Sequence[Tensor], share: float) -> None:
-        for tensor, spec, value in zip(self._fragments[fragment], self._layout[fragment], values, strict=True):
+        for tensor, spec, value in zip(self._held(fragment), self._layout[fragment], values, strict=True):
             there = value.to(tensor.device, tensor.dtype)
             if spec.kind == "buffer":
                 adopt_buffer(tensor, there)

@@ -129,11 +129,13 @@ def test_complex_tensors_travel_as_pairs_of_real_numbers() -> None:
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        (torch.zeros(2, dtype=torch.uint16), "'given' is of type torch.uint16, which cannot travel: .* persistent=False"),
+        (torch.zeros(2, dtype=torch.uint16), "'given' is of type torch.uint16, and so cannot travel: .* persistent=False"),
+        (torch.eye(2).to_sparse(), "'given' is torch.sparse_coo"),
+        (torch.ones(1).expand(3), "'given' is an expanded view"),
         (torch.zeros(2, device="meta"), "'given' has no values yet"),
         (nn.parameter.UninitializedBuffer(), "'given' has no values yet"),
     ],
-    ids=["type", "meta", "lazy"],
+    ids=["type", "sparse", "expanded", "meta", "lazy"],
 )
 def test_a_tensor_that_cannot_travel_is_named_with_the_cure(tensor: torch.Tensor, text: str) -> None:
     model = nn.Linear(1, 1)

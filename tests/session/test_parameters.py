@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gradientmail_torch.algorithms.layout import Layout, describe, split
+from gradientmail_torch.errors import RunMismatch
 from gradientmail_torch.session.parameters import LocalParameters, difference, initial_values, total
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -92,6 +93,26 @@ def test_a_buffer_that_is_as_committed_stays_what_it_is(dtype: torch.dtype) -> N
     *parameters, mask = initial_values(reach, 0)
     reach.shift(0, [torch.zeros_like(each) for each in parameters] + [mask])
     torch.testing.assert_close(model.mask.float(), held.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_buffer_that_is_assigned_anew_and_a_parameter_given_other_data_are_followed() -> None:
+    model = Model()
+    reach, _ = access(model)
+    model.w.data = model.w.data + 1
+    model.mean = model.mean * 3
+    assert [tensor.tolist() for tensor in initial_values(reach, 0)] == [[2.0, 3.0, 4.0], [0.0], [1.5, 1.5], 7]
+    reach.shift(0, values(1.0, 1.0, 1.0, mean=0.5))
+    assert (model.w.tolist(), model.mean.tolist()) == ([3.0, 4.0, 5.0], [1.0, 1.0])
+    reach.write(0, values(5.0, 6.0, 7.0, mean=9.0))
+    assert (model.w.tolist(), model.mean.tolist()) == ([5.0, 6.0, 7.0], [9.0, 9.0])
+
+
+def test_a_buffer_that_changes_its_shape_is_named_with_the_cure() -> None:
+    model = Model()
+    reach, _ = access(model)
+    model.mean = torch.zeros(5)
+    with pytest.raises(RunMismatch, match=r"'mean' is .*changes its shape while training stays at home with persistent=False"):
+        reach.snapshot(0)
 
 
 def test_complex_parameters_are_read_shifted_and_written_in_place() -> None:
