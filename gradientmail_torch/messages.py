@@ -96,6 +96,8 @@ class Manifest(Record, frozen=True, kw_only=True):
     """The initial value of each fragment."""
     algorithm: dict[str, str | int | float | bool | None]
     """The settings that all learners must share."""
+    frozen: str = ""
+    """Digest of the parameters that do not travel, as the founder held them; empty where it is not known."""
 
 
 class LifeRecord(Record, frozen=True, kw_only=True):

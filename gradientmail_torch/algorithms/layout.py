@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,9 @@ AUTO_FRAGMENT_BYTES = 64 << 20
 """Size in fp32 at which a model is split when the number of fragments is left open."""
 MAX_AUTO_FRAGMENTS = 24
 """The number of the paper's main configuration (arXiv 2604.21428)."""
+
+SAMPLED = 256
+"""Elements, about, by which a frozen parameter is told from another."""
 
 _CURE = "start the same model as the run's founder, or use a new mailbox prefix"
 
@@ -118,6 +122,23 @@ def tensors_of(model: nn.Module, layout: Layout) -> list[list[Tensor]]:
     """What :class:`Held` gives now, of all fragments."""
     held = Held(model, layout)
     return [held(fragment) for fragment in range(len(layout))]
+
+
+def digest_of_frozen(model: nn.Module, layout: Layout) -> str:
+    """Tells a model's parameters that do not travel from others, by a sample of each in bf16, which spares reading all of them.
+
+    Empty where there are none, or where they are sharded over processes.
+    """
+    in_run = {spec.name for specs in layout for spec in specs}
+    frozen = {plain: each for name, each in model.named_parameters() if (plain := plain_name(name)) not in in_run}
+    if not frozen or any(hasattr(each, "device_mesh") for each in frozen.values()):
+        return ""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(frozen.items()):
+        flat = _as_real(parameter.detach()).flatten()
+        sample = flat[:: max(1, flat.numel() // SAMPLED)].to("cpu", torch.bfloat16).contiguous()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def describe(model: nn.Module, *, buffers: bool = True) -> list[TensorSpec]:

@@ -86,14 +86,21 @@ class Run:
         learner_id: str,
         now: float,
         values: Callable[[int], Sequence[Tensor]],
+        frozen: str = "",
     ) -> Run:
         """The run in ``mailbox``, founded with ``values`` when there is none yet.
 
         Several may found it at the same moment: all write their initial fragments first, one creates the
         manifest, and the others delete theirs. Raises :class:`RunMismatch` for another layout or algorithm.
         """
-        run = cls.open(mailbox) or cls._found(mailbox, layout, algorithm, learner_id, now, values)
+        run = cls.open(mailbox) or cls._found(mailbox, layout, algorithm, learner_id, now, values, frozen)
         check_same(layout, run.layout)
+        if frozen and run.manifest.frozen not in ("", frozen):
+            log.warning(
+                "the frozen parameters of this model are not those that the run's founder had, so what the run trains means something else "
+                "here: start from the same pretrained weights, and seed what is random alike. (A quantized copy, or a teacher that moves, "
+                "may well differ)"
+            )
         theirs = run.manifest.algorithm
         for name, value in algorithm.shared().items():
             if theirs.get(name) != value:
@@ -104,7 +111,14 @@ class Run:
 
     @classmethod
     def _found(
-        cls, mailbox: Mailbox, layout: Layout, algorithm: Algorithm, learner_id: str, now: float, values: Callable[[int], Sequence[Tensor]]
+        cls,
+        mailbox: Mailbox,
+        layout: Layout,
+        algorithm: Algorithm,
+        learner_id: str,
+        now: float,
+        values: Callable[[int], Sequence[Tensor]],
+        frozen: str,
     ) -> Run:
         if next(_commits(mailbox, keys.COMMITS), None) is not None:
             if run := cls.open(mailbox):  # founded, and gone on with, since we looked
@@ -124,6 +138,7 @@ class Run:
             layout=layout,
             initial=tuple(initial),
             algorithm=algorithm.shared(),
+            frozen=frozen,
         )
         created = mailbox.put_if_absent(keys.RUN, encode(manifest))
         winner = cls.open(mailbox)

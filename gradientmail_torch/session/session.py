@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.algorithm import Algorithm, DecoupledDiLoCo, Pace
-from gradientmail_torch.algorithms.layout import describe, split
+from gradientmail_torch.algorithms.layout import describe, digest_of_frozen, split
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, GradientMailError, RunTimeout
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, Usage, open_mailbox
@@ -145,6 +145,7 @@ class Session:
                 learner_id=self.learner_id,
                 now=clock.wall(),
                 values=founding,
+                frozen=digest_of_frozen(model, layout),
             )
             replica = self._load(access, joining)
             self._engine.start(self.run, replica, self.algorithm, pace=self._pace)

@@ -16,6 +16,7 @@ from gradientmail_torch.algorithms.layout import (
     Layout,
     check_same,
     describe,
+    digest_of_frozen,
     held_by,
     split,
     tensors_of,
@@ -143,6 +144,23 @@ def test_a_tensor_that_cannot_travel_is_named_with_the_cure(tensor: torch.Tensor
     with pytest.raises(ConfigError, match=text):
         describe(model)
     assert describe(model, buffers=False)
+
+
+def test_frozen_parameters_are_told_from_others_whatever_their_type_and_whoever_compiles() -> None:
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.ModuleDict({"base": nn.Linear(40, 40).requires_grad_(False), "head": nn.Linear(4, 1)})
+
+    layout = split(describe(model(0)), 1)
+    mine = digest_of_frozen(model(0), layout)
+    assert digest_of_frozen(model(0).bfloat16(), layout) == mine
+    assert digest_of_frozen(torch.compile(model(0)), layout) == mine
+    assert digest_of_frozen(model(1), layout) != mine
+    assert digest_of_frozen(model(0).requires_grad_(False), layout) == mine, "what is frozen for a while is not among them"
+    other = model(0)
+    other["head"].weight.data += 1
+    assert digest_of_frozen(other, layout) == mine
+    assert digest_of_frozen(nn.Linear(2, 1), split(describe(nn.Linear(2, 1)), 1)) == ""
 
 
 # --- fragments ---------------------------------------------------------------------------------------

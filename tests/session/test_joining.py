@@ -47,6 +47,17 @@ def test_a_learner_id_of_letters_digits_and_signs_is_taken(mailbox: MemoryMailbo
     assert read(mailbox, Beat, keys.beat(learner_id, 1)).state == "ended"
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_frozen_parameters_that_are_not_the_founders_are_warned_of(
+    mailbox: MemoryMailbox, caplog: pytest.LogCaptureFixture, same: bool
+) -> None:
+    for number in range(2):
+        model = vector(1.0)
+        model.base = nn.Parameter(torch.full((3,), 0.0 if same else float(number)), requires_grad=False)
+        Session(model, mailbox=mailbox, learner_id=f"node-{number}", **QUICK).leave()
+    assert ("frozen parameters of this model are not those" not in caplog.text) is same
+
+
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["none", "frozen"])
 def test_a_model_without_trainable_parameters_is_refused_before_the_mailbox_is_touched(mailbox: MemoryMailbox, model: nn.Module) -> None:
     with pytest.raises(ConfigError, match="no trainable parameters"):
