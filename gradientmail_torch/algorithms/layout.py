@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,8 @@ def travelling(model: nn.Module, *, buffers: bool = True) -> dict[str, Tensor]:
     if not tensors:
         raise ConfigError("the model has no trainable parameters: there is nothing to train together (is everything frozen?)")
     if buffers:
-        persistent = model.state_dict(keep_vars=True).keys()
-        tensors |= {plain_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
+        passing = _passing(model)
+        tensors |= {plain: each for name, each in model.named_buffers() if (plain := plain_name(name)) not in passing}
     for name, tensor in tensors.items():
         if is_lazy(tensor) or tensor.is_meta:
             raise ConfigError(
@@ -63,6 +63,15 @@ def travelling(model: nn.Module, *, buffers: bool = True) -> dict[str, Tensor]:
                 "make an ordinary tensor of it, or leave all buffers at home by buffers=False of the algorithm"
             )
     return tensors
+
+
+def _passing(model: nn.Module) -> set[str]:
+    """Buffers with persistent=False. A state_dict does not tell them: many a module leaves out of it what it could load from elsewhere."""
+    return {
+        plain_name(f"{prefix}.{name}".lstrip("."))
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "_non_persistent_buffers_set", ())  # a scripted module has none
+    }
 
 
 def _problem(tensor: Tensor) -> str:
@@ -90,7 +99,7 @@ class Held:
             plain_name(f"{prefix}.{name}".lstrip(".")): (tensors, name)
             for prefix, module in model.named_modules()
             for tensors in (module._parameters, module._buffers)
-            for name in tensors
+            for name in [*tensors.keys()]  # those of a scripted module are no dict
         }
         for spec in (spec for specs in layout for spec in specs):
             if spec.name not in places:
@@ -101,13 +110,11 @@ class Held:
 
     def __call__(self, fragment: int) -> list[Tensor]:
         """A fragment's tensors. What is written into them is written into the model."""
-        return [
-            _found(tensors.get(name), spec) for (tensors, name), spec in zip(self._places[fragment], self._layout[fragment], strict=True)
-        ]
+        return [_found(tensors, name, spec) for (tensors, name), spec in zip(self._places[fragment], self._layout[fragment], strict=True)]
 
 
-def _found(held: Tensor | None, spec: TensorSpec) -> Tensor:
-    if held is None:
+def _found(tensors: Mapping[str, Tensor | None], name: str, spec: TensorSpec) -> Tensor:
+    if name not in tensors or (held := tensors[name]) is None:
         raise RunMismatch(f"tensor {spec.name!r} is in the run only: {_CURE}")
     tensor = _as_real(held.detach())
     if tuple(tensor.shape) != spec.shape or tensor.is_floating_point() != spec.floating:

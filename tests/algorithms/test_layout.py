@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,17 @@ def test_persistent_buffers_travel_with_their_types_unless_turned_off() -> None:
     assert not [spec for spec in describe(Tied(), buffers=False) if spec.kind == "buffer"]
 
 
+class OfItsOwn(Tied):
+    """Of which a checkpoint holds the output alone, under another name."""
+
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        return {"model.output": super().state_dict(*arguments, **options)["output.weight"]}
+
+
+def test_what_travels_does_not_depend_on_what_a_state_dict_leaves_out() -> None:
+    assert describe(OfItsOwn()) == describe(Tied())
+
+
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     for model in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(3, affine=False)):
         with pytest.raises(ConfigError, match="no trainable parameters"):
@@ -112,6 +124,18 @@ def test_names_are_the_same_whether_parts_of_a_model_are_compiled_or_not() -> No
     for model in (torch.compile(Tied()), torch.compile(parts), parts):
         assert split(describe(model), 2) == layout
         assert [tensor.shape for tensor in tensors_of(model, layout)[0]] == [tensor.shape for tensor in tensors_of(plain, layout)[0]]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_parts_travel_as_others_do() -> None:
+    plain, parts = Tied(), Tied()
+    parts.hidden = torch.jit.script(nn.Linear(4, 4))
+    layout = split(describe(plain), 1)
+    assert split(describe(parts), 1) == layout
+    with torch.no_grad():
+        for tensor in tensors_of(parts, layout)[0]:
+            tensor.fill_(1)
+    assert parts.hidden.weight.sum() == 16
 
 
 def test_complex_tensors_travel_as_pairs_of_real_numbers() -> None:
