@@ -1,12 +1,11 @@
 """How much host memory taking part costs, in models of fp32: two processes that train a model of made-up steps.
 
-``python -m benchmarks micro memory`` measures it twice, the second time with an allocator that gives back what is freed.
+``python -m benchmarks micro memory`` measures it with an allocator that gives back what is freed, as where a GPU trains, and without.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,24 +18,24 @@ from torch import nn
 
 MILLIONS, TENSORS = 100, 48
 CYCLES, SYNC_EVERY, STEP_S = 4, 20, 0.5
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
-"""Of glibc: what is larger than this many bytes is not kept when it is freed."""
 
 
 def measure() -> dict[str, Any]:
     found: dict[str, Any] = {"parameters_millions": MILLIONS}
-    for name, environment in (("as it is", {}), ("MALLOC_MMAP_THRESHOLD_=1048576", GIVES_BACK)):
-        with tempfile.TemporaryDirectory() as directory:
-            command = [sys.executable, "-m", "benchmarks.host_memory", directory]
-            started = [
-                subprocess.Popen(
-                    [*command, f"node-{node}"], env={**os.environ, **environment}, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]
-                )
-                for node in range(2)
-            ]
-            nodes = [json.loads(process.communicate()[0]) for process in started]
-        found[name] = {figure: max(node[figure] for node in nodes) for figure in nodes[0]}
+    for fragments in (6, 24):
+        for allocator in ("plain", "gives back"):
+            found[f"{fragments} fragments, {allocator}"] = _two_nodes(fragments, allocator)
     return found
+
+
+def _two_nodes(fragments: int, allocator: str) -> dict[str, float]:
+    """The larger figures of both."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "benchmarks.host_memory", directory, str(fragments), allocator]
+        root = Path(__file__).parents[1]
+        started = [subprocess.Popen([*command, f"node-{i}"], stdout=subprocess.PIPE, cwd=root) for i in range(2)]
+        nodes = [json.loads(process.communicate()[0]) for process in started]
+    return {figure: max(node[figure] for node in nodes) for figure in nodes[0]}
 
 
 class _Model(nn.Module):
@@ -46,15 +45,18 @@ class _Model(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(rows, 1024) * 0.02) for _ in range(TENSORS))
 
 
-def _train(mailbox: str, name: str) -> None:
+def _train(mailbox: str, fragments: str, allocator: str, name: str) -> None:
     """Print the memory beside the model, in models: usually (the median over steps) and at most."""
     from gradientmail_torch import DecoupledDiLoCo, Session
+    from gradientmail_torch.session.freed_memory import give_back_freed
 
     torch.set_num_threads(1)
+    if allocator == "gives back":
+        give_back_freed()
     model = _Model()
     bytes_of_model = sum(4 * parameter.numel() for parameter in model.parameters())
     before, held = _memory("VmRSS"), []
-    session = Session(model, mailbox=mailbox, learner_id=name, algorithm=DecoupledDiLoCo(sync_every=SYNC_EVERY))
+    session = Session(model, mailbox=mailbox, learner_id=name, algorithm=DecoupledDiLoCo(sync_every=SYNC_EVERY, fragments=int(fragments)))
     with session:
         for _ in range(CYCLES * SYNC_EVERY):
             with torch.no_grad():

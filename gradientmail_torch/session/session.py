@@ -22,6 +22,7 @@ from gradientmail_torch.errors import ConfigError, GradientMailError, RunTimeout
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, Usage, open_mailbox
 from gradientmail_torch.messages import TensorSpec
 from gradientmail_torch.session.engine import Engine
+from gradientmail_torch.session.freed_memory import give_back_freed
 from gradientmail_torch.session.joining import JoinProgress, OnJoin, logged
 from gradientmail_torch.session.leaving import Leaving
 from gradientmail_torch.session.membership import Membership, Progress
@@ -116,6 +117,8 @@ class Session:
         )
         layout = split(describe(model, buffers=self.algorithm.buffers), self.algorithm.fragments)
         access = access or LocalParameters(model, layout)
+        if any(parameter.is_cuda for parameter in model.parameters()):
+            give_back_freed()
         self._clock = clock
         self._mailbox = CountingMailbox(open_mailbox(mailbox, clock=clock))
         self._attention = False
