@@ -15,6 +15,7 @@
     ├── RunMismatch                         this model or algorithm is not the run's
     ├── LearnerFenced                       a newer life of this learner ID has taken over
     │   └── LearnerIdInUse                  another process holds this learner ID
+    ├── TrainingDiverged                    this learner's steps are not finite any more
     ├── BackgroundFailure                   a background thread of the session failed; its cause is attached
     ├── RunTimeout (TimeoutError)           a stated wait ran out
     │   └── NoTaskServer                    nobody is there to run the tasks that are waited for
@@ -78,6 +79,10 @@ class LearnerFenced(GradientMailError):
 
 class LearnerIdInUse(LearnerFenced):
     """Another process that is alive holds this learner ID."""
+
+
+class TrainingDiverged(GradientMailError):
+    """Contribution after contribution of this learner was not finite, and was discarded."""
 
 
 class BackgroundFailure(GradientMailError):

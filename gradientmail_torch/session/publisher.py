@@ -7,6 +7,7 @@ next one, until a commit names it. Otherwise a node whose upload takes longer th
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -16,12 +17,16 @@ from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.adoption import Outcome
 from gradientmail_torch.algorithms.merge import is_sound, norms
 from gradientmail_torch.clock import Clock
+from gradientmail_torch.errors import TrainingDiverged
 from gradientmail_torch.messages import Contribution, encode, reference
 from gradientmail_torch.session.parameters import difference
 from gradientmail_torch.session.replica import Fragment, Pending, Replica
 from gradientmail_torch.session.run import Run
 
 log = logging.getLogger(__name__)
+
+GIVES_UP_AFTER = 5
+"""Contributions in a row to a fragment that are not finite."""
 
 
 class Publisher:
@@ -47,6 +52,8 @@ class Publisher:
         self._clock = clock
         self._encoded = encoded
         self._unsound = unsound
+        self._discarded: Counter[int] = Counter()
+        """By fragment, how many contributions in a row were not finite."""
         self.uplink = 0.0
         """Bytes per second of the uploads so far, a moving average."""
 
@@ -109,16 +116,28 @@ class Publisher:
                 fragment.reset = True
             log.warning(
                 "fragment %d: %d steps of this learner are not finite (tensor %r) and are discarded; its parameters are set back to "
-                "version %d. Should it go on like this, the optimizer's own state is not finite any more: restart this node",
+                "version %d",
                 fragment.index, pending.work.steps, unsound, fragment.version,
             )  # fmt: skip
             self._unsound()
+            self._check_heals(fragment, unsound)
             return False
+        del self._discarded[fragment.index]
         sent = wire.encode(delta, fragment.specs, pending.wire)
         with self._replica.lock:
             pending.sent, pending.snapshot = sent, None
         self._encoded()
         return True
+
+    def _check_heals(self, fragment: Fragment, tensor: str) -> None:
+        """The parameters have been set back each time: what is not finite must be the optimizer's own state, or the data."""
+        self._discarded[fragment.index] += 1
+        if self._discarded[fragment.index] >= GIVES_UP_AFTER:
+            raise TrainingDiverged(
+                f"the last {GIVES_UP_AFTER} contributions of this learner to fragment {fragment.index} are not finite (tensor {tensor!r}), "
+                "though its parameters were set back each time, so its optimizer's state or its data is not finite. Restart this node: "
+                "it then begins with the run's parameters and a new optimizer. A lower learning rate helps where it comes to this again"
+            )
 
     def _measure(self, size_bytes: int, seconds: float) -> None:
         if seconds > 0:

@@ -12,9 +12,10 @@ from torch import nn
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import DecoupledDiLoCo, wire
-from gradientmail_torch.errors import ConfigError, MailboxUnavailable
+from gradientmail_torch.errors import ConfigError, MailboxUnavailable, TrainingDiverged
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Contribution, DataRef
+from gradientmail_torch.session.publisher import GIVES_UP_AFTER
 from gradientmail_torch.testing.faults import Crash, CrashBefore, LostAnswers, Refusals, first
 
 
@@ -195,6 +196,23 @@ def test_progress_that_is_not_finite_is_discarded_counted_and_reported(world: An
     a.train(1.0)
     a.session.close()
     assert a.w == [3.0, 3.0]
+
+
+def test_a_learner_gives_up_when_nothing_that_it_does_is_finite(world: Any) -> None:
+    a = world.node("a")
+
+    def offer(progress: float) -> None:
+        a.train(progress)
+        a.contribute()
+        a.tick("publisher")
+        world.turn(4)
+        a.boundary()
+
+    for progress in [math.nan] * (GIVES_UP_AFTER - 1) + [1.0] + [math.nan] * (GIVES_UP_AFTER - 1):
+        offer(progress)
+    assert a.w == [1.0, 1.0]
+    with pytest.raises(TrainingDiverged, match=r"tensor 'w'.*Restart this node"):
+        offer(math.nan)
 
 
 class Masked(nn.Module):
