@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradientmail_torch.algorithms.layout import describe, split
+from gradientmail_torch.algorithms.layout import split
+from gradientmail_torch.algorithms.model_tensors import describe
 from gradientmail_torch.session.parameters import LocalParameters
 
 WIDTH, LAYERS, FRAGMENTS = 2048, 20, 24

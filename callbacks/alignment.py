@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from gradientmail_torch.algorithms.layout import tensors_of
+from gradientmail_torch.algorithms.model_tensors import tensors_of
 from gradientmail_torch.lightning.alignment import align_together, layout_of_run
 from gradientmail_torch.lightning.companion import place_of
 from gradientmail_torch.lightning.group import Group

@@ -137,7 +137,7 @@ def _complete(tensors: dict[str, Tensor], template: dict[str, Tensor]) -> dict[s
     """The run's tensors in the template's order, with what the run lacks; tied names follow the one that travelled."""
     import torch
 
-    from gradientmail_torch.algorithms.layout import plain_name
+    from gradientmail_torch.algorithms.model_tensors import plain_name
 
     there = {plain_name(name): value for name, value in template.items()}
     missing = sorted(tensors.keys() - there.keys()) if template else []

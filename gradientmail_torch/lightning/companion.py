@@ -11,7 +11,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
-from gradientmail_torch.algorithms.layout import describe, plain_name, split, travelling
+from gradientmail_torch.algorithms.layout import split
+from gradientmail_torch.algorithms.model_tensors import describe, plain_name, travelling
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import LearnerFenced
 from gradientmail_torch.lightning.alignment import align_together

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import Metric
 
-from gradientmail_torch.algorithms.layout import held_by
+from gradientmail_torch.algorithms.model_tensors import held_by
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError
 from gradientmail_torch.lightning.data import Claims, Lead, lead_ranks

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gradientmail_torch.algorithms.layout import Held, Layout, tensors_of
+from gradientmail_torch.algorithms.layout import Layout
+from gradientmail_torch.algorithms.model_tensors import Held, tensors_of
 from gradientmail_torch.lightning.group import Group
 from gradientmail_torch.session.parameters import LocalParameters, Snapshot, adopt_buffer
 

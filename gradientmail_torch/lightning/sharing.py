@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradientmail_torch.algorithms.layout import held_by, tensors_of
+from gradientmail_torch.algorithms.model_tensors import held_by, tensors_of
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import RunMismatch
 from gradientmail_torch.lightning.data import Lead, lead_ranks

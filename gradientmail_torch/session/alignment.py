@@ -7,7 +7,8 @@ import os
 
 from torch import nn
 
-from gradientmail_torch.algorithms.layout import Layout, plain_name
+from gradientmail_torch.algorithms.layout import Layout
+from gradientmail_torch.algorithms.model_tensors import plain_name
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import RunMismatch
 from gradientmail_torch.mailbox import Mailbox, open_mailbox

@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gradientmail_torch.algorithms.layout import Held, Layout
+from gradientmail_torch.algorithms.layout import Layout
 from gradientmail_torch.algorithms.merge import blend
+from gradientmail_torch.algorithms.model_tensors import Held
 from gradientmail_torch.messages import TensorSpec
 
 Snapshot = Callable[[], list[Tensor]]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms.algorithm import Algorithm, DecoupledDiLoCo, Pace
-from gradientmail_torch.algorithms.layout import describe, digest_of_frozen, split
+from gradientmail_torch.algorithms.layout import split
+from gradientmail_torch.algorithms.model_tensors import describe, digest_of_frozen
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, GradientMailError, RunTimeout
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, Usage, open_mailbox

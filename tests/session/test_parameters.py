@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradientmail_torch.algorithms.layout import Layout, describe, split
+from gradientmail_torch.algorithms.layout import Layout, split
+from gradientmail_torch.algorithms.model_tensors import describe
 from gradientmail_torch.errors import RunMismatch
 from gradientmail_torch.session.parameters import LocalParameters, difference, initial_values, total
 

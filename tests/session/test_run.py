@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from gradientmail_torch import keys
 from gradientmail_torch.algorithms import DecoupledDiLoCo
-from gradientmail_torch.algorithms.layout import describe, split
+from gradientmail_torch.algorithms.layout import split
+from gradientmail_torch.algorithms.model_tensors import describe
 from gradientmail_torch.errors import CorruptObject, MailboxUnavailable, RunMismatch
 from gradientmail_torch.mailbox import Mailbox, open_mailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
