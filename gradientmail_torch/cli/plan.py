@@ -44,6 +44,8 @@ COPY_BYTES_PER_S = 8e9
 """Host memory, as one core copies it."""
 COPIES = 4
 """Times a parameter's four bytes pass through memory on the training thread in a cycle: snapshot, correction."""
+HOST_MODELS = 3.4
+"""Host memory that a session takes at most beside the model, in models of fp32, where a GPU trains: its base and what is on its way."""
 PART_BYTES = 8 << 20
 """A larger upload goes in parts, a request each."""
 
@@ -101,6 +103,8 @@ class Plan:
     """Part of its time that the training thread spends on copies. It never waits for the network."""
     stall_if_synchronous_percent: float
     """The same for DiLoCo, where all wait for every exchange."""
+    host_bytes: float
+    """Host memory at most, without the model, where a GPU trains it."""
     per_hour: Use
     dollars_per_node_hour: dict[str, float]
 
@@ -146,6 +150,7 @@ def plan(situation: Situation, settings: Settings, prices: PriceTable) -> Plan:
         round_s=round_s,
         stall_percent=100 * copies_s / (cycle_s + copies_s),
         stall_if_synchronous_percent=100 * whole_exchange_s / (cycle_s + whole_exchange_s),
+        host_bytes=HOST_MODELS * 4 * p,
         per_hour=per_hour,
         dollars_per_node_hour={name: per_hour.dollars(price) for name, price in prices.stores.items()},
     )
@@ -239,6 +244,7 @@ def _figures(chosen: Plan) -> Iterator[tuple[str, str]]:
     yield "a round", f"{duration(chosen.round_s)}: a commit is {chosen.round_steps:.0f} steps old when it is adopted"
     yield "stall", f"{chosen.stall_percent:.1f} % of the time goes into copies; training never waits for the network"
     yield "synchronous", f"with DiLoCo instead all would wait {chosen.stall_if_synchronous_percent:.0f} % of the time"
+    yield "host memory", f"up to {size(chosen.host_bytes)} beside the model, where a GPU trains it"
     hour = chosen.per_hour
     yield "a node-hour", f"{hour.writes:,.0f} writes, {hour.reads:,.0f} reads, {size(hour.bytes_up)} up, {size(hour.bytes_down)} down"
 
