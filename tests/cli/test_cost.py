@@ -145,6 +145,11 @@ class TestPlan:
         shown = plans.plan(situation(parameters=1e6), settings(fragments=1, sync_every=500), PRICES)
         assert 0.005 < shown.dollars_per_node_hour["aws-region"] < 0.03
 
+    def test_host_memory_grows_with_the_model_and_is_shown(self, command: Command) -> None:
+        small, large = (plans.plan(situation(parameters=p), settings(), PRICES) for p in (1e9, 7e9))
+        assert large.host_bytes == pytest.approx(7 * small.host_bytes)
+        assert "up to 13.6 GB beside the model" in command("plan", "--params", "1B", "--nodes", "2", "--uplink", "1Gbit").stdout
+
     def test_figures_that_cannot_be_are_named(self, command: Command) -> None:
         asked = ["plan", "--params", "1e6", "--nodes", "2", "--uplink"]
         assert "is no bandwidth" in command(*asked, "fast", fails=True).stderr
