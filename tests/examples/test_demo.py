@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ def started(out: Path) -> list[int]:
 def test_its_nodes_end_with_it(tmp_path: Path, stop: signal.Signals) -> None:
     (tmp_path / "text").write_text("All that glitters is not gold. " * 300)
     command = [sys.executable, str(DEMO), "--out", str(tmp_path / "demo"), "--text", str(tmp_path / "text"), "--steps", "100000"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as demo:
+    heeds = partial(signal.signal, stop, signal.SIG_DFL)  # also where the tests run under nohup, or in the background of a shell
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, preexec_fn=heeds) as demo:
         try:
             until(lambda: len(started(tmp_path / "demo")) >= 2)
         finally:
