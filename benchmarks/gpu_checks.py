@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ def run() -> dict[str, Any]:
     }
     for check in (snapshot_is_of_its_moment, staged_is_pinned, adoption, stall):
         found[check.__name__] = check(model, access)
+    found["ddp_with_one_process"] = ddp_with_one_process("gpu")
     return found
 
 
@@ -107,6 +109,25 @@ def stall(model: nn.Module, access: LocalParameters) -> dict[str, Any]:
         "step_with_one_fragment_ms": round(1000 * beside, 2),
         "stall_ms": round(1000 * (beside - plain), 2),
     }
+
+
+def ddp_with_one_process(accelerator: str) -> dict[str, Any]:
+    """A node of one process under DDP trains through a mailbox, and ends with the run's parameters."""
+    from lightning.pytorch import Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from benchmarks.step_overhead import Small
+    from gradientmail_torch import DecoupledDiLoCo, GradientMailDDPStrategy, align
+
+    module, loader = Small(), DataLoader(TensorDataset(torch.randn(256, 32)), batch_size=8)
+    with tempfile.TemporaryDirectory() as mailbox:
+        strategy = GradientMailDDPStrategy(mailbox, learner_id="node-0", algorithm=DecoupledDiLoCo(sync_every=5))
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        Trainer(accelerator=accelerator, devices=1, strategy=strategy, max_steps=30, **quiet).fit(module, loader)
+        run = Small()
+        versions = align(run, mailbox=mailbox)
+    same = all(torch.equal(mine.detach().cpu(), theirs) for mine, theirs in zip(module.parameters(), run.parameters(), strict=True))
+    return {"holds": same and min(versions) > 1, "commits": min(versions), "backend": torch.distributed.get_backend()}
 
 
 def _seconds(step: Callable[[int], None], rounds: int = 3) -> float:
