@@ -221,10 +221,13 @@ def blend(held: Tensor, value: Tensor, share: float) -> Tensor:
     return torch.where(value.isfinite(), torch.where(held.isfinite(), held + share * (value - held), value), held)
 
 
-def is_sound(tensor: Tensor, spec: TensorSpec, before: Tensor) -> bool:
-    """Whether what is offered of a tensor is finite. A buffer may be what it was ``before`` all the same: -inf in a mask, say."""
+def is_sound(tensor: Tensor, norm: float, spec: TensorSpec, before: Tensor) -> bool:
+    """Whether what is offered of a tensor is finite. A buffer may be what it was ``before`` all the same: -inf in a mask, say.
+
+    ``norm`` is that of :func:`norms`.
+    """
     if spec.kind == "parameter":
-        return math.isfinite(vector_norm(tensor))
+        return math.isfinite(norm)
     return not spec.floating or bool((tensor.isfinite() | (tensor == before) | (tensor.isnan() & before.isnan())).all())
 
 

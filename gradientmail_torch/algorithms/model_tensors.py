@@ -126,11 +126,11 @@ def tensors_of(model: nn.Module, layout: Layout) -> list[list[Tensor]]:
 def digest_of_frozen(model: nn.Module, layout: Layout) -> str:
     """Tells a model's parameters that do not travel from others, by a sample of each in bf16, which spares reading all of them.
 
-    Empty where there are none, or where they are sharded over processes.
+    Empty where there are none, or where they are not here: sharded over processes, or offloaded.
     """
     in_run = {spec.name for specs in layout for spec in specs}
     frozen = {plain: each for name, each in model.named_parameters() if (plain := plain_name(name)) not in in_run}
-    if not frozen or any(hasattr(each, "device_mesh") for each in frozen.values()):
+    if not frozen or any(hasattr(each, "device_mesh") or each.is_meta for each in frozen.values()):
         return ""
     digest = hashlib.sha256()
     for name, parameter in sorted(frozen.items()):

@@ -6,11 +6,13 @@ Reading needs no right to write and changes nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from gradientmail_torch import keys
-from gradientmail_torch.cli.gather import names_below, read_all
+from gradientmail_torch.cli.gather import gather, names_below, read_all
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import CorruptObject, InvalidName, RunMismatch, RunTimeout
 from gradientmail_torch.mailbox import Mailbox
@@ -110,7 +112,7 @@ def read_run(mailbox: Mailbox, *, history: bool = False, clock: Clock = SYSTEM_C
         earlier=earlier,
         fragments=fragments,
         rounds=_open_rounds(mailbox, {fragment.index: fragment.version for fragment in fragments}),
-        barriers=read_barriers(mailbox, [life.learner_id for life in learners]),
+        barriers=read_barriers(mailbox, [life.learner_id for life in learners], clock=clock),
         queues=read_queues(mailbox),
         commits=commits if history else (),
     )
@@ -182,20 +184,21 @@ def _open_rounds(mailbox: Mailbox, versions: Mapping[int, int]) -> tuple[OpenRou
     return tuple(OpenRound(fragment=f, version=v, contributors=tuple(who)) for (f, v), who in sorted(found.items()))
 
 
-def read_barriers(mailbox: Mailbox, learners: Sequence[str]) -> tuple[BarrierView, ...]:
+def read_barriers(mailbox: Mailbox, learners: Sequence[str], *, clock: Clock = SYSTEM_CLOCK) -> tuple[BarrierView, ...]:
     """Every barrier, and which of ``learners`` it still waits for."""
-    arrived: dict[str, list[str]] = {}
+    arrived: dict[str, dict[str, str]] = {}
+    """By barrier and learner, the key of the arrival."""
     for key in mailbox.list(keys.BARRIERS):
         if (learner_id := keys.parse_arrival(key)) is not None:
-            arrived.setdefault(keys.segment_below(keys.BARRIERS, key), []).append(learner_id)
-    return tuple(_barrier(mailbox, name, who, learners) for name, who in arrived.items())
-
-
-def _barrier(mailbox: Mailbox, name: str, arrived: Sequence[str], learners: Sequence[str]) -> BarrierView:
-    missing = [each for each in learners if each not in arrived]
-    if missing and len(arrived) >= (read_parties(mailbox, name, arrived[0]) or len(arrived) + 1):
-        missing = []
-    return BarrierView(name=name, arrived=tuple(arrived), missing=tuple(missing))
+            arrived.setdefault(keys.segment_below(keys.BARRIERS, key), {})[learner_id] = key
+    missing = {name: tuple(each for each in learners if each not in who) for name, who in arrived.items()}
+    looked_at = [name for name in arrived if missing[name]]
+    first = [next(iter(arrived[name].values())) for name in looked_at]
+    parties = dict(zip(looked_at, gather((partial(read_parties, mailbox, key) for key in first), clock=clock), strict=True))
+    opened = {name for name in looked_at if len(arrived[name]) >= (parties[name] or math.inf)}
+    return tuple(
+        BarrierView(name=name, arrived=tuple(who), missing=() if name in opened else missing[name]) for name, who in arrived.items()
+    )
 
 
 def read_queues(mailbox: Mailbox) -> tuple[QueueView, ...]:

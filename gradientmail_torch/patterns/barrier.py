@@ -23,10 +23,10 @@ class Barrier:
     """Holds each learner at a named point until a number of them have reached it.
 
     An arrival is an object that is created once and never removed, and the listing of the arrivals is the
-    whole state: there is no leader and nothing to recover. (What it holds, the number that its learner waits for,
-    is for those who look on.) So a name serves once per run (a loop names each
+    whole state: there is no leader and nothing to recover. So a name serves once per run (a loop names each
     barrier after its iteration, ``f"epoch-{epoch}"``), a learner that restarts finds its own arrival, and one
-    that comes after the barrier opened passes at once.
+    that comes after the barrier opened passes at once. An arrival holds how many its learner waits for: that is
+    for those who look on.
 
     Args:
         mailbox: the run's mailbox, or its URL.
@@ -140,10 +140,10 @@ class Barrier:
         return True
 
 
-def read_parties(mailbox: Mailbox, name: str, learner_id: str) -> int | None:
-    """For how many ``learner_id`` waits at the barrier ``name``; None when its arrival does not say so."""
+def read_parties(mailbox: Mailbox, key: str) -> int | None:
+    """For how many the learner waits whose arrival is at ``key``; None when it does not say so."""
     try:
-        arrival = mailbox.get(keys.barrier(name, learner_id), length=MOST_DIGITS + 1) or b""
+        arrival = mailbox.get(key, length=MOST_DIGITS + 1) or b""
     except CorruptObject:
         return None
     return int(arrival) if len(arrival) <= MOST_DIGITS and arrival.isdigit() else None

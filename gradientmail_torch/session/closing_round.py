@@ -188,7 +188,7 @@ class ClosingRound:
         actual = norms(tensors, self._specs)
         each = zip(tensors, actual, record.norms, self._specs, self._before, self._sizes, strict=True)
         for tensor, norm, stated, spec, before, size in each:
-            if not is_sound(tensor, spec, before):
+            if not is_sound(tensor, norm, spec, before):
                 return f"tensor {spec.name!r} is not finite"
             if abs(norm - stated) > NORM_TOLERANCE * max(norm, stated) + 1e-30:
                 return f"tensor {spec.name!r} has norm {norm:.4g}, its record says {stated:.4g}"

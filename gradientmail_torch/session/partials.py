@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from gradientmail_torch import keys
-from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Method, Sums, directions_are_merged, is_sound, vector_norm
+from gradientmail_torch.algorithms.merge import OUT_OF_PROPORTION, Method, Sums, directions_are_merged, is_sound, norms
 from gradientmail_torch.algorithms.quorum import delegate_order, group_of
 from gradientmail_torch.errors import CorruptObject
 from gradientmail_torch.messages import MAX_SAMPLES, MAX_STEPS, Partial, TensorSpec, read
@@ -127,12 +127,12 @@ def _as_sums(partial: Partial, tensors: list[Tensor]) -> Sums:
 
 
 def _unsound(sums: Sums, specs: Sequence[TensorSpec], method: str, before: Sequence[Tensor], sizes: Sequence[float]) -> str:
-    for tensor, radius, spec, committed, size in zip(sums.tensors, sums.radii, specs, before, sizes, strict=True):
-        if not is_sound(tensor, spec, committed):
+    each = zip(sums.tensors, norms(sums.tensors, specs), sums.radii, specs, before, sizes, strict=True)
+    for tensor, norm, radius, spec, committed, size in each:
+        if not is_sound(tensor, norm, spec, committed):
             return f"tensor {spec.name!r} is not finite"
         if spec.kind != "parameter":
             continue
-        norm = vector_norm(tensor)
         directional = method == "rda" and directions_are_merged(spec, "rda")
         if norm > sums.total * (1.01 if directional else OUT_OF_PROPORTION * size):
             return f"tensor {spec.name!r} is out of all proportion to its contributions"

@@ -18,7 +18,7 @@ from gradientmail_torch.algorithms.adoption import Outcome
 from gradientmail_torch.algorithms.merge import is_sound, norms
 from gradientmail_torch.clock import Clock
 from gradientmail_torch.errors import TrainingDiverged
-from gradientmail_torch.messages import Contribution, encode, reference
+from gradientmail_torch.messages import Contribution, TensorSpec, encode, reference
 from gradientmail_torch.session.parameters import difference
 from gradientmail_torch.session.replica import Fragment, Pending, Replica
 from gradientmail_torch.session.run import Run
@@ -110,7 +110,7 @@ class Publisher:
         with self._replica.lock:
             base = fragment.base  # stays until the bytes are known: adoption waits for them
         delta = difference(pending.snapshot(), base, fragment.specs)
-        unsound = _unsound(delta, base, fragment)
+        unsound = _first_unsound(delta, base, fragment.specs)
         if unsound:
             with self._replica.lock:
                 fragment.reset = True
@@ -145,7 +145,7 @@ class Publisher:
             self.uplink = rate if self.uplink == 0 else 0.8 * self.uplink + 0.2 * rate
 
 
-def _unsound(delta: Sequence[Tensor], base: Sequence[Tensor], fragment: Fragment) -> str:
+def _first_unsound(delta: Sequence[Tensor], base: Sequence[Tensor], specs: Sequence[TensorSpec]) -> str:
     """The name of the first tensor that is not finite; empty when all are."""
-    each = zip(delta, fragment.specs, base, strict=True)
-    return next((spec.name for tensor, spec, before in each if not is_sound(tensor, spec, before)), "")
+    each = zip(delta, norms(delta, specs), specs, base, strict=True)
+    return next((spec.name for tensor, norm, spec, before in each if not is_sound(tensor, norm, spec, before)), "")

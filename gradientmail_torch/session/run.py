@@ -14,7 +14,7 @@ from gradientmail_torch import keys
 from gradientmail_torch.algorithms import wire
 from gradientmail_torch.algorithms.algorithm import Algorithm
 from gradientmail_torch.algorithms.layout import Layout, check_same
-from gradientmail_torch.errors import CorruptObject, InvalidName, RunMismatch
+from gradientmail_torch.errors import ConfigError, CorruptObject, InvalidName, RunMismatch
 from gradientmail_torch.mailbox import Mailbox
 from gradientmail_torch.messages import (
     PROTOCOL,
@@ -34,6 +34,20 @@ log = logging.getLogger(__name__)
 
 INITIAL_NONCE = "init"
 """Stands for the nonce of version 0, which has no commit."""
+
+
+class Founding(NamedTuple):
+    """What a learner would found a run with, and what it holds the run that is there against."""
+
+    layout: Layout
+    algorithm: Algorithm
+    learner_id: str
+    now: float
+    """By the learner's own clock, for people to read."""
+    values: Callable[[int], Sequence[Tensor]]
+    """Gives a fragment's initial value."""
+    frozen: str = ""
+    """Digest of the parameters that do not travel; empty where it is not known."""
 
 
 class Base(NamedTuple):
@@ -77,32 +91,23 @@ class Run:
         return cls(mailbox, manifest)
 
     @classmethod
-    def join(
-        cls,
-        mailbox: Mailbox,
-        layout: Layout,
-        algorithm: Algorithm,
-        *,
-        learner_id: str,
-        now: float,
-        values: Callable[[int], Sequence[Tensor]],
-        frozen: str = "",
-    ) -> Run:
-        """The run in ``mailbox``, founded with ``values`` when there is none yet.
+    def join(cls, mailbox: Mailbox, founding: Founding) -> Run:
+        """The run in ``mailbox``, founded when there is none yet.
 
         Several may found it at the same moment: all write their initial fragments first, one creates the
-        manifest, and the others delete theirs. Raises :class:`RunMismatch` for another layout or algorithm.
+        manifest, and the others delete theirs. Raises :class:`RunMismatch` for another layout or algorithm, and
+        :class:`ConfigError` where a parameter to found it with is not finite.
         """
-        run = cls.open(mailbox) or cls._found(mailbox, layout, algorithm, learner_id, now, values, frozen)
-        check_same(layout, run.layout)
-        if frozen and run.manifest.frozen not in ("", frozen):
+        run = cls.open(mailbox) or cls._found(mailbox, founding)
+        check_same(founding.layout, run.layout)
+        if founding.frozen and run.manifest.frozen not in ("", founding.frozen):
             log.warning(
                 "the frozen parameters of this model are not those that the run's founder had, so what the run trains means something else "
                 "here: start from the same pretrained weights, and seed what is random alike. (A quantized copy, or a teacher that moves, "
                 "may well differ)"
             )
         theirs = run.manifest.algorithm
-        for name, value in algorithm.shared().items():
+        for name, value in founding.algorithm.shared().items():
             if theirs.get(name) != value:
                 raise RunMismatch(
                     f"algorithm setting {name!r} is {value!r} here and {theirs.get(name)!r} in the run: all learners must share it"
@@ -110,35 +115,28 @@ class Run:
         return run
 
     @classmethod
-    def _found(
-        cls,
-        mailbox: Mailbox,
-        layout: Layout,
-        algorithm: Algorithm,
-        learner_id: str,
-        now: float,
-        values: Callable[[int], Sequence[Tensor]],
-        frozen: str,
-    ) -> Run:
+    def _found(cls, mailbox: Mailbox, founding: Founding) -> Run:
         if next(_commits(mailbox, keys.COMMITS), None) is not None:
             if run := cls.open(mailbox):  # founded, and gone on with, since we looked
                 return run
             raise CorruptObject(f"{mailbox!r} holds commits and no {keys.RUN!r}, so it was deleted: restore it, or use a new prefix")
         nonce = uuid4().hex
         initial = []
-        for fragment, specs in enumerate(layout):
-            data = wire.encode(values(fragment), specs, "fp32")
+        for fragment, specs in enumerate(founding.layout):
+            values = founding.values(fragment)
+            _check_finite(values, specs)
+            data = wire.encode(values, specs, "fp32")
             initial.append(reference(keys.initial(nonce, fragment), data, wire="fp32"))
             mailbox.put(initial[-1].key, data)
         manifest = Manifest(
             protocol=PROTOCOL,
             nonce=nonce,
-            founder=learner_id,
-            founded_at=now,
-            layout=layout,
+            founder=founding.learner_id,
+            founded_at=founding.now,
+            layout=founding.layout,
             initial=tuple(initial),
-            algorithm=algorithm.shared(),
-            frozen=frozen,
+            algorithm=founding.algorithm.shared(),
+            frozen=founding.frozen,
         )
         created = mailbox.put_if_absent(keys.RUN, encode(manifest))
         winner = cls.open(mailbox)
@@ -148,7 +146,7 @@ class Run:
             for ref in initial:
                 mailbox.delete(ref.key)
         elif created:
-            log.info("founded the run in %r: %d fragments", mailbox, len(layout))
+            log.info("founded the run in %r: %d fragments", mailbox, len(founding.layout))
         return winner
 
     def commit(self, fragment: int, version: int) -> Commit | None:
@@ -290,6 +288,15 @@ class Run:
         self.mailbox.put(key, data)
         sent = list(tensors) if wire_format == "fp32" else wire.decode(data, specs, wire_format, key=key)
         return reference(key, data, wire=wire_format), sent
+
+
+def _check_finite(values: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
+    """No progress can be told from a parameter that is not finite."""
+    for value, spec in zip(values, specs, strict=True):
+        if spec.kind == "parameter" and not value.isfinite().all():
+            raise ConfigError(
+                f"parameter {spec.name!r} is not finite to begin with: what is to stay as it is should be a buffer, or frozen"
+            )
 
 
 def _is_near(base: Base, commit: Commit) -> bool:

@@ -21,7 +21,6 @@ from gradientmail_torch.algorithms.model_tensors import describe, digest_of_froz
 from gradientmail_torch.clock import SYSTEM_CLOCK, Clock
 from gradientmail_torch.errors import ConfigError, GradientMailError, RunTimeout
 from gradientmail_torch.mailbox import CountingMailbox, Mailbox, Usage, open_mailbox
-from gradientmail_torch.messages import TensorSpec
 from gradientmail_torch.session.engine import Engine
 from gradientmail_torch.session.freed_memory import give_back_freed
 from gradientmail_torch.session.joining import JoinProgress, OnJoin, logged
@@ -29,7 +28,7 @@ from gradientmail_torch.session.leaving import Leaving
 from gradientmail_torch.session.membership import Membership, Progress
 from gradientmail_torch.session.parameters import LocalParameters, ParameterAccess, initial_values
 from gradientmail_torch.session.replica import Replica, Tally, joined
-from gradientmail_torch.session.run import Run
+from gradientmail_torch.session.run import Founding, Run
 from gradientmail_torch.session.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -55,15 +54,6 @@ class Stats:
     """Time that the training thread has lost to the session."""
     seconds_per_step: float
     usage: Usage
-
-
-def _check_finite(values: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
-    """No progress can be told from a parameter that is not finite."""
-    for value, spec in zip(values, specs, strict=True):
-        if spec.kind == "parameter" and not value.isfinite().all():
-            raise ConfigError(
-                f"parameter {spec.name!r} is not finite to begin with: what is to stay as it is should be a buffer, or frozen"
-            )
 
 
 class Session:
@@ -133,24 +123,15 @@ class Session:
 
         joining = JoinProgress(layout, on_join or logged(self.learner_id, clock))
 
-        def founding(fragment: int) -> Sequence[Tensor]:
+        def initial(fragment: int) -> Sequence[Tensor]:
             joining.founding(fragment)
-            values = initial_values(access, fragment)
-            _check_finite(values, layout[fragment])
-            return values
+            return initial_values(access, fragment)
 
         self._membership = Membership(self._mailbox, self.learner_id, settings=self._settings, clock=clock, progress=self._progress)
         self._engine = Engine(self._membership, settings=self._settings, clock=clock, attend=self._attend)
         try:
-            self.run = Run.join(
-                self._mailbox,
-                layout,
-                self.algorithm,
-                learner_id=self.learner_id,
-                now=clock.wall(),
-                values=founding,
-                frozen=digest_of_frozen(model, layout),
-            )
+            founding = Founding(layout, self.algorithm, self.learner_id, clock.wall(), initial, digest_of_frozen(model, layout))
+            self.run = Run.join(self._mailbox, founding)
             replica = self._load(access, joining)
             self._engine.start(self.run, replica, self.algorithm, pace=self._pace)
             self._replica = replica  # from here on the heartbeat speaks of it

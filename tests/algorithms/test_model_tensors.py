@@ -166,3 +166,6 @@ def test_frozen_parameters_are_told_from_others_whatever_their_type_and_whoever_
     other["head"].weight.data += 1
     assert digest_of_frozen(other, layout) == mine
     assert digest_of_frozen(nn.Linear(2, 1), split(describe(nn.Linear(2, 1)), 1)) == ""
+    offloaded = model(0)
+    offloaded["base"].to("meta")
+    assert digest_of_frozen(offloaded, layout) == ""

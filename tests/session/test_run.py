@@ -20,7 +20,7 @@ from gradientmail_torch.mailbox import Mailbox, open_mailbox
 from gradientmail_torch.mailbox.memory import MemoryMailbox
 from gradientmail_torch.messages import Commit, Manifest, encode, read, reference
 from gradientmail_torch.session import align
-from gradientmail_torch.session.run import Run
+from gradientmail_torch.session.run import Founding, Run
 from gradientmail_torch.testing.faults import Crash, CrashAfter, CrashBefore, Interposed, LostAnswers, nth
 
 ALGORITHM = DecoupledDiLoCo(fragments=2)
@@ -44,7 +44,7 @@ def values_of(value: float) -> Callable[[int], list[Tensor]]:
 
 
 def join(mailbox: Mailbox, value: float = 0.0, learner_id: str = "a", algorithm: DecoupledDiLoCo = ALGORITHM) -> Run:
-    return Run.join(mailbox, LAYOUT, algorithm, learner_id=learner_id, now=1.0, values=values_of(value))
+    return Run.join(mailbox, Founding(LAYOUT, algorithm, learner_id, 1.0, values_of(value)))
 
 
 def first_number(run: Run) -> float:
@@ -302,14 +302,7 @@ def test_align_takes_a_model_that_is_frozen_or_has_more_than_the_run(mailbox: Me
 def test_align_of_a_run_without_buffers_leaves_them_alone(mailbox: MemoryMailbox) -> None:
     layout = split(describe(model(), buffers=False), 2)
     algorithm = DecoupledDiLoCo(fragments=2, buffers=False)
-    Run.join(
-        mailbox,
-        layout,
-        algorithm,
-        learner_id="a",
-        now=0.0,
-        values=lambda fragment: [torch.full(spec.shape, 2.0) for spec in layout[fragment]],
-    )
+    Run.join(mailbox, Founding(layout, algorithm, "a", 0.0, lambda fragment: [torch.full(spec.shape, 2.0) for spec in layout[fragment]]))
     ours = model()
     ours[1].running_mean.fill_(5.0)
     align(ours, mailbox=mailbox)
