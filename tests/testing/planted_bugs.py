@@ -309,7 +309,7 @@ def compares_clocks(patch: Patch) -> None:
 
 @bug("what is not finite is offered and kept")
 def keeps_nan(patch: Patch) -> None:
-    patch.setattr(publisher, "_unsound", lambda *_: "")
+    patch.setattr(publisher, "_first_unsound", lambda *_: "")
 
 
 @bug("the record is made before its data is there")
